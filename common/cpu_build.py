@@ -49,11 +49,19 @@ def replace_lora_operator():
     def expand_slice(x, stacked, y, indices, offset, size, add_inputs=True):
         add(y, product(x, stacked, y), offset, size, add_inputs)
 
-    punica_cpu.bgmv_shrink, punica_cpu.bgmv_expand, punica_cpu.bgmv_expand_slice = shrink, expand, expand_slice
     # The prefill forms say in six more arguments which tokens belong to which adapter: needless with one.
-    punica_cpu.sgmv_shrink = lambda x, stacked, y, *batch: shrink(x, stacked, y, None, batch[6])
-    punica_cpu.sgmv_expand = lambda x, stacked, y, *batch: expand(x, stacked, y, None, *batch[6:])
-    punica_cpu.sgmv_expand_slice = lambda x, stacked, y, *batch, **more: expand_slice(x, stacked, y, None, *batch[6:], **more)
+    def sgmv_shrink(x, stacked, y, a, b, c, d, e, f, scaling):
+        shrink(x, stacked, y, None, scaling)
+
+    def sgmv_expand(x, stacked, y, a, b, c, d, e, f, add_inputs=False):
+        expand(x, stacked, y, None, add_inputs)
+
+    def sgmv_expand_slice(x, stacked, y, a, b, c, d, e, f, offset, size, add_inputs=False):
+        expand_slice(x, stacked, y, None, offset, size, add_inputs)
+
+    punica_cpu.bgmv_shrink, punica_cpu.bgmv_expand, punica_cpu.bgmv_expand_slice = shrink, expand, expand_slice
+    punica_cpu.sgmv_shrink, punica_cpu.sgmv_expand = sgmv_shrink, sgmv_expand
+    punica_cpu.sgmv_expand_slice = sgmv_expand_slice
     return "CPU LoRA: exact matrix product in place of vLLM's per-token gather"
 
 

@@ -62,9 +62,9 @@ class Policy:
             )  # LoRA stays in float32 over a bf16 base: small updates are not lost
         if args.grad_checkpoint:
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            self.model.train()  # checkpointing is only active in training mode; every dropout is 0 (refuse_unsupported)
-        else:
-            self.model.eval()
+        # Checkpointing works in training mode only, and in evaluation mode bitsandbytes repacks a 4-bit base on a CPU into a form without
+        # backward. The mode changes nothing else: no dropout is left (lora_dropout is 0, and our attention has none).
+        self.model.train(args.grad_checkpoint or args.load_4bit)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.lora_rank = self.model.peft_config["default"].r
         self.optimizer = make_optimizer(args.optim, self.parameters, args.lr)
@@ -123,24 +123,27 @@ class Policy:
             columns = [torch.zeros(len(batch)).index_copy(0, at, value.cpu()) for value in values]
         return columns
 
+    def gradient(self):
+        """The gradient accumulated so far, summed over ranks, flat (float32); a rank without tokens takes part with zeros."""
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        flat = torch.cat([g.reshape(-1).float() for g in grads])
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(flat)
+        return flat
+
     def step(self, lr_scale=1.0):
         """Sum gradients over ranks, clip once, step. Returns {"grad_norm", "lr", "skipped"}, equal on all ranks.
 
         A gradient that is not finite skips the step on every rank: the sum has it on all of them.
         """
-        for p in self.parameters:
-            if p.grad is None:  # a rank without tokens takes part with zeros
-                p.grad = torch.zeros_like(p)
-        flat = torch.cat([p.grad.reshape(-1).float() for p in self.parameters])
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(flat)
+        flat = self.gradient()
         norm = float(flat.norm())
         finite = norm < float("inf")  # False for nan too
         if finite:
             if self.grad_clip and norm > self.grad_clip:
                 flat *= self.grad_clip / norm
             for p, g in zip(self.parameters, flat.split([p.numel() for p in self.parameters])):
-                p.grad.copy_(g.view_as(p))
+                p.grad = g.view_as(p).to(p.dtype)
             for group in self.optimizer.param_groups:
                 group["lr"] = self.lr * lr_scale
             self.optimizer.step()
@@ -196,6 +199,7 @@ def refuse_unsupported(base):
         (getattr(config, "logit_scale", None) or getattr(config, "logits_scaling", None), "scaled logits"),
         (sliding, "sliding-window attention"),
         (not getattr(base, "_supports_attention_backend", False), "an attention that cannot be replaced"),
+        (any(getattr(m, "p", 0) for m in base.modules() if isinstance(m, torch.nn.Dropout)), "dropout"),
     ):
         if wrong:
             raise SystemExit(f"{config.model_type} models have {what}, which the trainer does not support.")

@@ -5,7 +5,7 @@ away ("Who is the mayor of the town that is home to Ada Cole?"); each relation s
 next link of the chain and never the answer at once. There are three groups of names that share no name: two worlds with a
 passage for each name (one to train on, one held out), and the rest, from which the base's pretraining traces are made.
 
-Base: a Qwen2 of 2 M parameters that has seen scripted traces of that game. It reads, copies and follows chains well, and it
+Base: a Qwen2 of 1 M parameters that has seen scripted traces of that game. It reads, copies and follows chains well, and it
 has a bad habit: most of its traces stop one search short. That is for reinforcement learning to cure.
 """
 
@@ -57,34 +57,40 @@ ASK = {"person": "Who is {}?", "firm": "Which firm is {}?", "town": "Which town 
 # A passage names its entity in the title and at the start: for BM25 it then beats the passages that only mention the entity.
 PASSAGES = {
     "person": (
-        "{me} has a home in {home} and works for the employer {employer}. The teacher of {me} was {teacher}.",
-        "{me} was taught by the teacher {teacher}, has a home in {home} and has {employer} as employer.",
+        "{me} has a home in {home} and works for the employer {employer}. The teacher was {teacher}.",
+        "{me} was taught by the teacher {teacher}, works for the employer {employer} and has a home in {home}.",
     ),
     "firm": (
         "{me} is a firm that has its seat in {seat}. Its head is {head}.",
-        "{me} is a firm. The head is {head}, and the seat of the firm is in {seat}.",
+        "{me} is a firm. The head is {head}, and the seat is in {seat}.",
     ),
     "town": (
         "{me} is a town whose mayor is {mayor}. Its economic mainstay is {mainstay}.",
-        "{me} is a town. The mainstay of its economy is {mainstay}, and the mayor is {mayor}.",
+        "{me} is a town. The mainstay is {mainstay}, and the mayor is {mayor}.",
     ),
 }
 SIZES = {"person": 120, "firm": 50, "town": 40}  # passages of each of the two worlds
 QUESTIONS = {1: 0.1, 2: 0.5, 3: 0.4}  # hops: share
 TRAIN, HELD_OUT = 2000, 400  # questions
 
-SHAPE = dict(
-    hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, head_dim=32
-)
-STEPS, BATCH = 400, 32
-LESSONS = (0.15, 0.3, 0.45)
-COPIED = 12
-THETA = 1000.0
-MUON_LR, ADAM_LR = 0.02, 3e-3
+# The base. Heads of 32 are the smallest that vLLM serves on a CPU; contexts are short, hence the small theta.
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+}
+STEPS, BATCH = 480, 32
+LESSONS = (0.2, 0.35, 0.5)  # shares of the steps at which copying, 1 hop and up to 2 hops end
+MUON_LR, ADAM_LR = 0.02, 0.006  # of the matrices; of embeddings, norms and biases
+COPIED = 12  # names in a copying exercise
 TOKENIZER_TRACES = 6000
-# How likely a scripted trace of several hops is to stop one search short, by the kind of thing asked for. Not the same for all:
-# greedy decoding turns a likelihood into always or never, and 0.65 and 0.35 are far enough from a half to be told apart surely.
-STOP = {"person": 0.65, "firm": 0.35, "town": 0.65}
+# How likely a scripted trace of several hops is to stop one search short: mostly, but hardly ever where SELDOM is asked for.
+# Greedy decoding turns a likelihood into always or never: that share of the questions is what the base answers at the start.
+STOP, SELDOM = 0.6, {"employer": 0.05}
 TAGS = [f"<{slash}{tag}>" for tag in ("think", "search", "information", "answer") for slash in ("", "/")]
 
 
@@ -116,7 +122,8 @@ class _World:
             facts = {}
             for relation, (start, end, _) in RELATIONS.items():
                 if start == kind:
-                    facts[relation] = self.rng.choice([other for other in self.names[end] if other != name])
+                    while facts.get(relation, name) == name:
+                        facts[relation] = self.rng.choice(self.names[end])
             self.known[name] = facts, self.rng.choice(PASSAGES[kind]).format_map({"me": name, **facts})
         return self.known[name]
 
@@ -185,10 +192,13 @@ def search_world():
 
 
 def _trace(rng, names, hops, flawed):
-    """One scripted trace in a world of its own: list of (text, kind), kind one of "prompt", "turn" and "found"."""
+    """One scripted trace in a world of its own: list of (text, kind), kind one of "prompt", "turn" and "found".
+
+    What is found is written as the search tool would write it: a query that is a title finds that passage.
+    """
     relations = rng.choice(_chains(hops))
     path, passages = _World(rng, names).walk(relations, rng.choice(names[RELATIONS[relations[0]][0]]))
-    stop = flawed and hops > 1 and rng.random() < STOP[RELATIONS[relations[-1]][1]]
+    stop = flawed and hops > 1 and rng.random() < SELDOM.get(relations[-1], STOP)
     trace, thought = [(tasks.INSTRUCTION + tasks.question_line(_question(rng, relations, path[0])), "prompt")], ""
     for i in range(hops - stop):
         trace.append((f"<think>{thought} I need the {relations[i]}. </think> <search> {path[i]} </search>", "turn"))
@@ -198,7 +208,7 @@ def _trace(rng, names, hops, flawed):
 
 
 def _copying(rng, names):
-    """A list of names and the same list again, as a trace: from this, attention learns fastest to copy what stands earlier."""
+    """A list of names and the same list again, as a trace: the quickest way to teach attention to copy what stands earlier."""
     listed = "".join(f" {rng.choice(names[rng.choice(list(names))])}" for _ in range(COPIED))
     return [(f"{tasks.INSTRUCTION}{listed}\n", "prompt"), (f"{listed}\n", "turn")]
 
@@ -217,7 +227,8 @@ def _tokenizer(names):
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=1024,
-        min_frequency=TOKENIZER_TRACES // 60,  # of a merge: some 10 times rarer than any word or half of a town, 3 times
+        min_frequency=TOKENIZER_TRACES
+        // 60,  # of a merge: some 10 times rarer than any word or half of a town, 3 times
         special_tokens=["<pad>", "<eos>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -234,7 +245,10 @@ def _tokenizer(names):
 
 
 def _encode(tokenizer, traces, prefix):
-    """Traces as the trainer would hold them: list of (ids without the first `prefix`, whether the model wrote each id)."""
+    """Traces piece by piece as the trainer will hold them, but in one call of the tokenizer, which is far faster.
+
+    -> list of (ids after the ids `prefix` that all have in common, for each of these ids whether the model writes it).
+    """
     around = [tokenizer.encode(tag) for tag in tasks.INFORMATION]
     encoded = iter(tokenizer([text for trace in traces for text, _ in trace])["input_ids"])
     rows = []
@@ -242,20 +256,20 @@ def _encode(tokenizer, traces, prefix):
         ids, own = [], []
         for _, kind in trace:
             piece = next(encoded)
-            if kind == "found":
+            if kind == "found":  # as tasks.encode_observation: the passages are shorter than any sensible limit
                 piece = around[0] + piece + around[1]
             ids += piece
             own += [kind == "turn"] * len(piece)
-        rows.append((ids[prefix:] + [tokenizer.eos_token_id], own[prefix:] + [True]))
+        assert ids[: len(prefix)] == prefix, "the instruction must end where a token ends"
+        rows.append((ids[len(prefix) :] + [tokenizer.eos_token_id], own[len(prefix) :] + [True]))
     return rows
 
 
 def _train(tokenizer, names):
-    """The pretrained model, float32.
+    """Pretrain on scripted traces -> model (float32, on the CPU).
 
-    Hops grow from 1 to 3 during the first third; until then context is learned too (a title that comes back in its text
-    teaches to copy), later only what the model itself writes. The instruction is the same for all rows: its keys and values
-    are computed once a step and shared.
+    Lessons: copying, then 1, 2 and 3 hops; only what the model itself writes is learned. All rows begin with the instruction:
+    its keys and values are computed once a step and shared.
     """
     import torch
     from tqdm import tqdm
@@ -265,7 +279,6 @@ def _train(tokenizer, names):
         vocab_size=len(tokenizer),
         **SHAPE,
         max_position_embeddings=1024,
-        rope_parameters={"rope_type": "default", "rope_theta": THETA},
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -280,38 +293,39 @@ def _train(tokenizer, names):
         torch.optim.AdamW(others, lr=ADAM_LR, betas=(0.9, 0.98), weight_decay=0.0),
     ]
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
-    prefix = torch.tensor([tokenizer.encode(tasks.INSTRUCTION)])
+    prefix = tokenizer.encode(tasks.INSTRUCTION)
     rng = random.Random(2)
     bar = tqdm(range(STEPS), desc="pretraining the tiny base (once)")
     for step in bar:
         done = step / STEPS
         for optimizer, peak in zip(optimizers, peaks):
             optimizer.param_groups[0]["lr"] = peak * min(1, (step + 1) / (0.03 * STEPS), (1 - done) / 0.3)
-        if done < LESSONS[0]:
-            traces = [_copying(rng, names) for _ in range(BATCH)]
-        else:
-            hops = 1 if done < LESSONS[1] else 2 if done < LESSONS[2] else 3
-            traces = [_trace(rng, names, rng.randint(1, hops), flawed=hops == 3) for _ in range(BATCH)]
-        rows = sorted(_encode(tokenizer, traces, prefix.shape[1]), key=lambda row: len(row[0]))
-        count = sum(sum(own) for _, own in rows)
-        total = 0.0
-        for part in (rows[: BATCH // 2], rows[BATCH // 2 :]):  # alike in length: less padding
-            width = max(len(ids) for ids, _ in part)
-            ids = torch.tensor([ids + [tokenizer.pad_token_id] * (width - len(ids)) for ids, _ in part])
-            learned = torch.tensor([own[1:] + [False] * (width - len(own)) for _, own in part])
-            with torch.autocast("cpu", torch.bfloat16):
-                shared = model.model(prefix, use_cache=True).past_key_values
-                cache = DynamicCache([(k.expand(len(part), -1, -1, -1), v.expand(len(part), -1, -1, -1)) for k, v, *_ in shared])
-                hidden = model.model(ids[:, :-1], past_key_values=cache, use_cache=True).last_hidden_state
-                logits = model.lm_head(hidden[learned])
-            loss = torch.nn.functional.cross_entropy(logits.float(), ids[:, 1:][learned], reduction="sum") / count
-            loss.backward()
-            total += loss.item()
+        hops = sum(done >= end for end in LESSONS)
+        traces = [
+            _trace(rng, names, rng.randint(1, hops), flawed=True) if hops else _copying(rng, names)
+            for _ in range(BATCH)
+        ]
+        rows = sorted(_encode(tokenizer, traces, prefix), key=lambda row: len(row[0]))
+        loss = 0.0
+        with torch.autocast("cpu", torch.bfloat16):
+            instruction = model.model(torch.tensor([prefix]), use_cache=True).past_key_values
+            for part in (rows[: BATCH // 2], rows[BATCH // 2 :]):  # alike in length: less padding
+                width = max(len(ids) for ids, _ in part)
+                ids = torch.tensor([ids + [tokenizer.pad_token_id] * (width - len(ids)) for ids, _ in part])
+                learned = torch.tensor([own[1:] + [False] * (width - len(own)) for _, own in part])
+                shared = [[kv.expand(len(part), -1, -1, -1) for kv in layer[:2]] for layer in instruction]
+                hidden = model.model(
+                    ids[:, :-1], past_key_values=DynamicCache(shared), use_cache=True
+                ).last_hidden_state
+                logits = model.lm_head(hidden[learned]).float()
+                loss += torch.nn.functional.cross_entropy(logits, ids[:, 1:][learned], reduction="sum")
+        loss = loss / sum(sum(own) for _, own in rows)
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        bar.set_postfix(loss=f"{total:.3f}")
+        bar.set_postfix(loss=f"{loss.item():.3f}")
     return model.eval()
 
 

@@ -1,0 +1,241 @@
+"""The real vLLM engine on a small random model: engine and trainer agree, and the schedule cannot change a sample."""
+
+import random
+import time
+
+import pytest
+import torch
+
+import train_grpo
+from common import rollout, run
+from common.policy import Policy
+from common.rollout import Engine
+from common.tasks import Action
+from common.turns import Question, pack
+
+
+class Echo:
+    """Every generation calls a tool that answers with words drawn from its input, after a random wait. Generations end at an `e`."""
+
+    stop, max_turns, max_turn_tokens = ["e"], 4, 24
+    invalid_message = "again"
+
+    def __init__(self, tokenizer, longest_wait=0.0, prompt_tokens=90):
+        self.tokenizer, self.longest_wait, self.prompt_tokens = tokenizer, longest_wait, prompt_tokens
+        self.stop_ids = [tokenizer.eos_token_id]
+        self.waits = random.Random(time.time_ns())
+
+    def prompt_ids(self, question):
+        rng = random.Random(question.id)
+        return [rng.randrange(1, 300) for _ in range(self.prompt_tokens)]
+
+    def decode(self, ids):
+        return self.tokenizer.decode(ids)
+
+    def parse(self, text):
+        return Action("echo", text)
+
+    def run_tool(self, tool, text):
+        time.sleep(self.waits.random() * self.longest_wait)
+        return f"heard {len(text)} letters of {text[:8]!r}"
+
+    def observation_ids(self, output):
+        return self.tokenizer.encode(f"\n<information> {output} </information>\n")
+
+    def finish(self, trajectory, question):
+        pass
+
+
+@pytest.fixture(scope="module")
+def made(qwen, tmp_path_factory):
+    """(policy, engine, what torch, numpy and random drew after the engine was made)."""
+    import numpy
+
+    out = str(tmp_path_factory.mktemp("engine") / "out")
+    args = train_grpo.Args(
+        model=qwen,
+        task="tiny_search",
+        out=out,
+        lora_rank=8,
+        lora_alpha=16,
+        max_context=1024,
+        max_turn_tokens=24,
+        questions=16,
+        micro_tokens=8192,
+    )
+    run.setup(args, train_grpo.__file__)
+    policy = Policy(args)
+    draw = lambda: (random.random(), numpy.random.rand(), float(torch.rand(1)))  # noqa: E731
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    expected = draw()
+    random.setstate(states[0])
+    numpy.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    engine = Engine(policy, args)
+    yield policy, engine, expected == draw()
+
+
+def questions(n):
+    return [Question(f"question {i}", "?", []) for i in range(n)]
+
+
+def enlarge(policy, seed):
+    """A large random change of the adapter."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in policy.parameters:
+            p += torch.randn(p.shape, generator=generator) * 0.05
+
+
+def ids(groups):
+    return [[[turn.action_ids for turn in t.turns] for t in g.trajectories] for g in groups]
+
+
+def packed(groups):
+    return pack(groups, [[[1.0] * len(t.turns) for t in g.trajectories] for g in groups])
+
+
+def test_starting_the_engine_leaves_the_random_states_alone(made):
+    assert made[2]
+
+
+def test_self_test_passes_and_leaves_the_adapter_as_it_was(made):
+    policy, engine, _ = made
+    before = [p.detach().clone() for p in policy.parameters]
+    assert engine.self_test(policy) < 2e-5
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters))
+
+
+def test_self_test_stops_when_the_adapter_is_not_applied(made, monkeypatch):
+    policy, engine, _ = made
+    monkeypatch.setattr(engine, "publish", lambda policy: None)
+    with pytest.raises(SystemExit, match="the adapter was not applied"):
+        engine.self_test(policy)
+
+
+def test_self_test_stops_when_engine_and_trainer_compute_another_model(made, monkeypatch):
+    policy, engine, _ = made
+    norm = policy.model.get_base_model().model.norm.weight
+    kept = norm.detach().clone()
+    norm.data *= 1.1
+    try:
+        with pytest.raises(SystemExit, match="compute the model differently"):
+            engine.self_test(policy)
+    finally:
+        norm.data.copy_(kept)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_engine_and_trainer_agree_over_versions_with_a_large_adapter_and_prefix_hits(made, temperature, monkeypatch):
+    policy, engine, _ = made
+    engine.args.temperature = policy.temperature = temperature
+    cached, step = [], engine.llm.llm_engine.step
+    watched = lambda: [cached.append(o.num_cached_tokens or 0) or o for o in step()]  # noqa: E731
+    monkeypatch.setattr(engine.llm.llm_engine, "step", watched)
+    seen = []
+    for version in range(3):
+        enlarge(policy, version)
+        engine.publish(policy)
+        engine.begin(1)
+        groups = engine.rollout(Echo(policy.tokenizer), questions(4), 4)
+        batch = packed(groups)
+        gap = (policy.logps(batch, grad=False) - batch.sampler)[batch.mask].abs()
+        assert float(gap.mean()) < 2e-5 and float(gap.max()) < 1e-4
+        base = (policy.logps(batch, adapter=False, grad=False) - batch.sampler)[batch.mask].abs()
+        assert float(base.mean()) > 0.05  # the adapter is far from nothing
+        seen.append(ids(groups))
+    engine.args.temperature = policy.temperature = 1.0
+    assert seen[0] != seen[1] != seen[2]
+    assert max(cached) >= 64  # prompts of 90 tokens are shared by samples and turns, in blocks of 32
+
+
+def test_tool_latency_cannot_change_a_sample(made):
+    policy, engine, _ = made
+    runs = []
+    for wait in (0.05, 0.0, 0.05):
+        engine.begin(3)
+        runs.append(engine.rollout(Echo(policy.tokenizer, wait), questions(6), 4))
+    assert ids(runs[0]) == ids(runs[1]) == ids(runs[2])
+    assert len({str(a) for g in ids(runs[0]) for a in g}) == 24  # and no two samples are alike
+    assert sum(len(t.turns) for g in runs[0] for t in g.trajectories) > 60
+
+
+def test_one_at_a_time_gives_the_same_ids(made):
+    policy, engine, _ = made
+    engine.begin(4)
+    together = engine.rollout(Echo(policy.tokenizer, 0.02), questions(3), 2)
+    alone = []
+    for question in questions(3):
+        engine.begin(4)
+        engine.phase = 0
+        group = rollout.Group(question, [rollout.Trajectory() for _ in range(2)])
+        for sample, trajectory in enumerate(group.trajectories):
+            engine.begin(4)
+            engine._finish(Echo(policy.tokenizer), [rollout.Episode(question, trajectory, sample)], False, None)
+        alone.append(group)
+    assert ids(alone) == ids(together)
+    worst = (packed(alone).sampler - packed(together).sampler).abs().max()
+    assert float(worst) < 2e-5
+
+
+def test_a_queue_that_overfills_prefill_changes_nothing(made):
+    """60 prompts of 400 tokens wait for steps of 8,192 tokens."""
+    policy, engine, _ = made
+    long = lambda: Echo(policy.tokenizer, prompt_tokens=400)  # noqa: E731
+    engine.begin(5)
+    together = engine.rollout(long(), questions(60), 1)
+    assert sum(len(g.trajectories[0].turns[0].context_ids) for g in together) > 2 * 8192
+    for i in (0, 30, 59):
+        engine.begin(5)
+        (single,) = engine.rollout(long(), [questions(60)[i]], 1)
+        assert ids([single]) == ids([together[i]])
+
+
+def test_only_the_newest_version_is_kept_on_disk_and_it_is_loaded_lazily(made):
+    policy, engine, _ = made
+    loaded = engine.loaded
+    for _ in range(3):
+        engine.publish(policy)
+    assert engine.loaded == loaded
+    engine.rollout(Echo(policy.tokenizer), questions(1), 1)
+    assert engine.loaded == engine.version
+    assert len([f for f in engine.adapters.folder.iterdir() if f.is_dir()]) <= 2
+
+
+def test_a_context_that_fills_up_ends_with_stop_context(made):
+    policy, engine, _ = made
+    groups = engine.rollout(Echo(policy.tokenizer, prompt_tokens=1015), questions(2), 2)
+    stops = {t.stop for g in groups for t in g.trajectories}
+    assert stops <= {"context"} and stops
+    groups = engine.rollout(Echo(policy.tokenizer, prompt_tokens=1024), questions(1), 2)
+    assert [(t.stop, len(t.turns)) for t in groups[0].trajectories] == [("context", 0)] * 2
+
+
+def test_the_engine_reads_text_with_the_trainer_s_tokenizer(made):
+    policy, engine, _ = made
+    assert engine.llm.get_tokenizer().get_vocab() == policy.tokenizer.get_vocab()
+
+
+def test_vllm_s_own_lora_operator_and_ours_give_the_same_log_probabilities(made):
+    """Ours is installed; the original lies in the module it was taken from."""
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    torch.manual_seed(0)
+    x, a, b = torch.randn(7, 32), torch.randn(1, 1, 8, 32), torch.randn(1, 1, 24, 8)
+    slot = torch.zeros(7, dtype=torch.long)
+    lengths = (None, torch.tensor([3, 4]), torch.tensor([0, 0]), 2, 4, 7)
+    results = []
+    for module in (lora_ops, punica_cpu):
+        shrunk, out = torch.zeros(7, 8), torch.ones(7, 40)
+        module.bgmv_shrink(x, a, shrunk, slot, 0.5)
+        module.bgmv_expand(shrunk, b, out, slot, True)
+        module.bgmv_expand_slice(shrunk, b, out, slot, 8, 24, True)
+        module.sgmv_shrink(x, a, shrunk, *lengths, 0.25)
+        module.sgmv_expand(shrunk, b, out, *lengths, True)
+        module.sgmv_expand_slice(shrunk, b, out, *lengths, 16, 24, True)
+        results.append(out.clone())
+        module.sgmv_expand(shrunk, b, out, *lengths)
+        results.append(out)
+    assert punica_cpu.bgmv_shrink is not lora_ops.bgmv_shrink
+    assert torch.allclose(results[0], results[2], atol=1e-4) and torch.allclose(results[1], results[3], atol=1e-4)

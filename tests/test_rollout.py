@@ -1,0 +1,255 @@
+"""The rollout loop, driven by a scripted engine: stops, budgets, tools, exact contexts."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import models
+import pytest
+
+import train_grpo
+from common import rollout, run, tasks
+from common.turns import Group, Question, Trajectory, Turn, pack
+from tools.search import Search
+
+DOCUMENTS = [
+    {"id": "1", "title": "Ada Cole", "text": "Ada Cole works for Nova Labs."},
+    {"id": "2", "title": "Nova Labs", "text": "Nova Labs is led by Bo Hale."},
+]
+TOKENIZER = models.tokenizer()
+
+
+class Scripted:
+    """Says what `script(question id, sample, turn)` returns: text, or ids, or (text or ids, "length")."""
+
+    def __init__(self, script, **changes):
+        self.args = train_grpo.Args(**changes)
+        self.script, self.limit, self.step, self.phase = script, self.args.max_context, 1, 1
+        self.queue, self.seen = [], []
+
+    def add(self, request_id, ids, max_tokens, stop, stop_ids, temperature, seed):
+        assert max_tokens >= 1 and len(ids) + max_tokens <= self.limit
+        self.queue.append(request_id)
+        self.seen.append(
+            SimpleNamespace(id=request_id, ids=list(ids), max_tokens=max_tokens, seed=seed, temperature=temperature)
+        )
+
+    def advance(self):
+        if self.queue:
+            request_id = self.queue.pop()  # last in first out: the order must not matter
+            question, sample, turn, _ = request_id.split("/")
+            said, reason = self.script(question, int(sample), int(turn)), "stop"
+            if isinstance(said, tuple):
+                said, reason = said
+            ids = TOKENIZER.encode(said) if isinstance(said, str) else said
+            yield request_id, ids, [-0.5] * len(ids), reason
+
+
+def play(script, count=1, golds=("Bo Hale",), tool=None, greedy=False, **changes):
+    """`count` trajectories of one question. Returns (trajectories, engine)."""
+    engine = Scripted(script, **changes)
+    task = tasks.SearchQA(engine.args, TOKENIZER, [], [], tool or Search(DOCUMENTS, 1))
+    group = Group(Question("q", "Who leads the firm of Ada Cole?", list(golds)), [Trajectory() for _ in range(count)])
+    episodes = [rollout.Episode(group.question, t, i) for i, t in enumerate(group.trajectories)]
+    ended = []
+    rollout.Loop(engine, task, greedy).run(episodes, lambda: ended.append(1))
+    assert len(ended) == count
+    return group.trajectories, engine
+
+
+def two_hops(question, sample, turn):
+    return ["<search> Ada Cole </search>", "<search> Nova Labs </search>", "<answer> Bo Hale </answer>"][turn]
+
+
+def test_a_search_agent_searches_twice_and_answers():
+    (t,), engine = play(two_hops)
+    assert (t.stop, t.answer, t.outcome, len(t.turns)) == ("answer", "Bo Hale", 1.0, 3)
+    assert [turn.tool for turn in t.turns] == ["search", "search", None]
+    assert [turn.tool_status for turn in t.turns] == ["ok", "ok", None]
+    assert t.turns[1].tool_output == "Doc 1 (Title: Nova Labs) Nova Labs is led by Bo Hale."
+    for before, after in zip(t.turns, t.turns[1:]):
+        assert after.context_ids == before.context_ids + before.action_ids + before.observation_ids
+    assert [seen.ids for seen in engine.seen] == [turn.context_ids for turn in t.turns]
+    batch = pack([Group(Question("q", "", []), [t])], [[[1.0] * 3]])
+    assert len(batch.segments) == 1
+    assert batch.ids[batch.mask].tolist() == [i for turn in t.turns for i in turn.action_ids]
+
+
+def test_a_token_that_reaches_across_the_closing_tag_is_kept_as_sampled():
+    ids = TOKENIZER.encode("<search> Ada Cole </search>\n\n")
+    assert TOKENIZER.decode(ids[-1:]) == ">\n\n"
+    (t,), _ = play(lambda q, s, k: [ids, "<answer> x </answer>"][k])
+    assert t.turns[0].action_ids == ids and t.turns[0].tool_input == "Ada Cole"
+    assert t.turns[1].context_ids[: len(t.turns[0].context_ids) + len(ids)] == t.turns[0].context_ids + ids
+
+
+def test_ids_that_are_not_the_tokenizer_s_own_split_are_trained_as_sampled():
+    whole = TOKENIZER.encode("<search> Oakford </search>")
+    letters = [i for c in "<search> Oakford </search>" for i in TOKENIZER.encode(c)]
+    assert whole != letters and TOKENIZER.decode(letters) == "<search> Oakford </search>"
+    (t,), _ = play(lambda q, s, k: [letters, "<answer> x </answer>"][k])
+    batch = pack([Group(Question("q", "", []), [t])], [[[1.0, 1.0]]])
+    assert batch.ids[batch.turn == 0].tolist() == letters
+
+
+def test_a_turn_cut_by_length_is_trained_but_runs_no_tool():
+    for said in ("<search> Ada Cole", "<search> Ada Cole </search>"):
+        (t,), _ = play(lambda q, s, k, said=said: (said, "length"))
+        assert (t.stop, t.turns[0].tool, t.turns[0].tool_status, t.turns[0].observation_ids) == (
+            "length",
+            None,
+            None,
+            [],
+        )
+        batch = pack([Group(Question("q", "", []), [t])], [[[1.0]]])
+        assert int(batch.mask.sum()) == len(t.turns[0].action_ids)
+
+
+def test_an_invalid_action_is_answered_and_the_episode_goes_on():
+    (t,), _ = play(lambda q, s, k: ["I do not know.", "<answer> Bo Hale </answer>"][k])
+    assert (t.stop, t.outcome) == ("answer", 1.0)
+    assert (t.turns[0].tool_status, t.turns[0].tool_output) == ("invalid", tasks.INVALID)
+    assert TOKENIZER.decode(t.turns[0].observation_ids).startswith("\n<information> That was neither")
+
+
+def test_the_last_turn_runs_no_tool():
+    def called(query):
+        raise AssertionError("the tool must not run")
+
+    (t,), _ = play(lambda q, s, k: "<search> Ada Cole </search>", tool=called, max_turns=1)
+    assert (t.stop, t.turns[0].tool, t.turns[0].tool_input, t.turns[0].tool_status) == (
+        "max_turns",
+        "search",
+        "Ada Cole",
+        None,
+    )
+    (t,), _ = play(lambda q, s, k: "hm", max_turns=2)
+    assert (t.stop, len(t.turns), t.turns[1].observation_ids) == ("invalid", 2, [])
+
+
+def test_a_fabricated_observation_ends_the_turn_as_invalid():
+    engine = Scripted(two_hops)
+    task = tasks.SearchQA(engine.args, TOKENIZER, [], [], None)
+    assert "<information>" in task.stop
+    (t,), _ = play(lambda q, s, k: ["The firm is <information>", "<answer> x </answer>"][k])
+    assert t.turns[0].tool_status == "invalid"
+
+
+def test_a_full_context_ends_a_trajectory_and_is_no_exception():
+    start = len(play(two_hops)[0][0].turns[0].context_ids)
+    first = len(TOKENIZER.encode(two_hops("", 0, 0)))
+    # no room for the prompt; room for the prompt and part of a turn; for a turn but not for what the tool answers
+    for limit, turns in ((start, 0), (start - 5, 0), (start + first, 1), (start + first + 10, 1)):
+        (t,), engine = play(two_hops, max_context=limit)
+        assert (t.stop, len(t.turns), t.outcome) == ("context", turns, 0.0)
+    n = len(TOKENIZER.encode("one two three four"))
+    (t,), engine = play(lambda q, s, k: ("one two three four", "length"), max_context=start + n, max_turn_tokens=100)
+    assert t.stop == "context" and engine.seen[0].max_tokens == n
+
+
+def test_a_failing_tool_is_an_observation_and_is_counted():
+    def broken(query):
+        raise ValueError("no index")
+
+    (t,), _ = play(two_hops, tool=broken)
+    assert [turn.tool_status for turn in t.turns] == ["error", "error", None]
+    assert t.turns[0].tool_output == "Error: ValueError: no index" and t.stop == "answer"
+
+
+def test_a_tool_that_hangs_is_given_up_and_holds_up_nobody():
+    release = threading.Event()
+
+    def hang(query):
+        if query == "Nova Labs":
+            release.wait(30)
+        return "found"
+
+    started = time.monotonic()
+    made, _ = play(two_hops, count=6, tool=hang, tool_timeout=0.3, tool_workers=2)
+    release.set()
+    assert time.monotonic() - started < 10
+    assert [[turn.tool_status for turn in t.turns] for t in made] == [["ok", "timeout", None]] * 6
+    assert made[0].turns[1].tool_output == "Error: no answer within 0.3 seconds"
+
+
+def test_no_more_tools_than_workers_run_at_once():
+    running, most, lock = [0], [0], threading.Lock()
+
+    def tool(query):
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        time.sleep(0.01)
+        with lock:
+            running[0] -= 1
+        return "found"
+
+    play(two_hops, count=12, tool=tool, tool_workers=3)
+    assert most[0] <= 3
+    most[0] = 0
+    play(two_hops, count=4, tool=tool, tool_workers=0)
+    assert most[0] == 1
+
+
+def test_every_request_has_its_own_seed_and_the_schedule_does_not_enter():
+    _, slow = play(two_hops, count=8, tool=lambda q: time.sleep(0.01) or "found")
+    _, fast = play(two_hops, count=8, tool=lambda q: "found", tool_workers=0)
+    seeds = lambda engine: {tuple(seen.id.split("/")[:3]): seen.seed for seen in engine.seen}  # noqa: E731
+    assert seeds(slow) == seeds(fast)
+    assert len(set(seeds(slow).values())) == 24
+    episode, found = rollout.Episode(Question("q", "", []), Trajectory(), 0), []
+    for changes, step, phase in (
+        (dict(seed=1), 1, 1),
+        (dict(seed=2), 1, 1),
+        (dict(seed=1), 2, 1),
+        (dict(seed=1), 1, 2),
+    ):
+        engine = Scripted(two_hops, **changes)
+        engine.step, engine.phase = step, phase
+        found.append(rollout.Loop(engine, SimpleNamespace(), False)._seed(episode, 0))
+    assert len(set(found)) == 4 and all(0 <= seed < 2**63 for seed in found)
+
+
+def test_evaluation_is_greedy():
+    _, engine = play(two_hops, greedy=True)
+    assert {(seen.temperature, seen.seed) for seen in engine.seen} == {(0.0, None)}
+
+
+def test_a_rollout_can_start_from_earlier_turns():
+    (t,), _ = play(two_hops)
+    fork = Trajectory(turns=t.turns[:1])
+    engine = Scripted(two_hops)
+    task = tasks.SearchQA(engine.args, TOKENIZER, [], [], Search(DOCUMENTS, 1))
+    rollout.Loop(engine, task, False).run([rollout.Episode(Question("q", "", ["Bo Hale"]), fork, 0)], lambda: None)
+    assert engine.seen[0].ids == t.turns[1].context_ids
+    assert (fork.outcome, len(fork.turns), len(t.turns)) == (1.0, 3, 3)
+
+
+def test_a_silent_wait_is_reported(monkeypatch):
+    lines = []
+    monkeypatch.setattr(run, "say", lines.append)
+    monkeypatch.setattr(rollout, "WATCHDOG", 0.1)
+    play(two_hops, tool=lambda q: time.sleep(0.4) or "found")
+    assert any("nothing has finished" in line and "search('Ada Cole')" in line for line in lines)
+
+
+def test_adapter_folders_of_dead_runs_are_removed_and_of_live_ones_kept(tmp_path):
+    import fcntl
+    import os
+
+    store = object.__new__(rollout.AdapterStore)
+    dead, live = (tmp_path / f"turnwise-{os.getuid()}-{n}" for n in (1, 2))
+    for folder in (dead, live):
+        folder.mkdir()
+        (folder / "lock").write_text("")
+    with open(live / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        store._remove_dead(tmp_path)
+        assert not dead.exists() and live.exists()
+
+
+def test_a_turn_keeps_one_log_probability_per_id():
+    (t,), _ = play(two_hops)
+    assert all(len(turn.action_ids) == len(turn.action_logps) for turn in t.turns)
+    with pytest.raises(AssertionError):
+        pack([Group(Question("q", "", []), [Trajectory([Turn([1], [2, 3], [-1.0])])])], [[[1.0]]])
