@@ -66,17 +66,29 @@ def wanted(name):
 def install(name, python):
     free = shutil.disk_usage(HERE).free / 2**30
     if free < NEEDED_GB[name]:
-        stop("{:.0f} GB of disk are free here, and the environment needs {} GB: free some space.".format(free, NEEDED_GB[name]))
+        stop(
+            "{:.0f} GB of disk are free here, and the environment needs {} GB: free some space.".format(
+                free, NEEDED_GB[name]
+            )
+        )
     print("setup: installing {} into .venv (minutes, once)".format(name))
     if subprocess.run([python, "-m", "venv", "--clear", VENV]).returncode != 0:
-        stop("no virtual environment could be created with {} (on Debian and Ubuntu: apt install python3-venv).".format(python))
+        stop(
+            "no virtual environment could be created with {} (on Debian and Ubuntu: apt install python3-venv).".format(
+                python
+            )
+        )
     pip = [os.path.join(VENV, "bin", "python"), "-m", "pip"]
     command = [*pip, "install", "--quiet", "--disable-pip-version-check", "-r", os.path.join(HERE, name)]
     failed = subprocess.run(command, stderr=subprocess.PIPE if name == "requirements-cpu.txt" else None).returncode
     if failed and name == "requirements-cpu.txt":  # torch's CPU build lies in an index of its own, unless it is at hand
         failed = subprocess.run([*command, "--extra-index-url", TORCH_CPU_INDEX]).returncode
     if failed:
-        stop("the packages of {} could not be installed; pip's message is above. When it was a download, run make setup again.".format(name))
+        stop(
+            "the packages of {} could not be installed; pip's message is above. When it was a download, run make setup again.".format(
+                name
+            )
+        )
     subprocess.run([*pip, "uninstall", "--quiet", "--yes", *UNUSED], check=True)
 
 
@@ -94,7 +106,10 @@ def main():
             file.write(wanted(name))
     # The tiny base is cached under a hash of its source; a file beside the stamp spares the start of Python when nothing changed.
     base = os.path.join(VENV, "tiny-base")
-    with open(os.path.join(HERE, "common", "tiny.py"), "rb") as file, open(os.path.join(HERE, "common", "tasks.py"), "rb") as tasks:
+    with (
+        open(os.path.join(HERE, "common", "tiny.py"), "rb") as file,
+        open(os.path.join(HERE, "common", "tasks.py"), "rb") as tasks,
+    ):
         source = hashlib.sha256(file.read() + tasks.read()).hexdigest()
     try:
         with open(base) as file:
@@ -102,7 +117,12 @@ def main():
     except (OSError, ValueError):
         known, path = "", ""
     if known != source or not os.path.isdir(path):
-        built = subprocess.run([os.path.join(VENV, "bin", "python"), "-m", "common.tiny"], cwd=HERE, stdout=subprocess.PIPE, universal_newlines=True)
+        built = subprocess.run(
+            [os.path.join(VENV, "bin", "python"), "-m", "common.tiny"],
+            cwd=HERE,
+            stdout=subprocess.PIPE,
+            universal_newlines=True,
+        )
         if built.returncode != 0:
             stop("the tiny base could not be built; see the message above.")
         path = built.stdout.strip().splitlines()[-1]

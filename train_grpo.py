@@ -209,9 +209,9 @@ def main(args):
     from common.rollout import Engine
 
     # ---- 1. setup
+    task = tasks.load(args)
     device = run.setup(args, __file__)
     policy = Policy(args, device)
-    task = tasks.load(args, policy.tokenizer)
     engine = Engine(policy, args)
     engine.self_test(policy)
     log = run.Log(args)

@@ -138,15 +138,14 @@ class Engine:
     def wake(self):
         if self.asleep:
             torch.cuda.empty_cache()
-            woke = self.llm.wake_up() if self.args.sleep == "full" else self.llm.wake_up(["kv_cache"])
-            if woke is False or self.llm.llm_engine.is_sleeping():
+            if not self.llm.wake_up() or self.llm.llm_engine.is_sleeping():
                 raise RuntimeError("the engine did not wake up: generating now would hang")
             self.asleep = False
 
     # ---- sampling
 
     def begin(self, step):
-        """Start a step. The prefix cache is emptied: what it holds must not depend on what was sampled before (exact resume)."""
+        """Start a step: its number, and that of each rollout within it, go into the seeds of what is sampled."""
         self.step, self.phase = step, 0
 
     def rollout(self, task, questions, n, greedy=False, progress=None):
@@ -164,7 +163,7 @@ class Engine:
         """Run every episode to its end."""
         self.wake()
         self._load_newest()
-        self.llm.reset_prefix_cache()
+        self.llm.reset_prefix_cache()  # what it holds must not depend on what was sampled before: a resumed run has not sampled it
         self.phase += 1
         loop = Loop(self, task, greedy)
         with tqdm(total=len(episodes), desc=progress, leave=False, disable=not progress or run.rank() > 0) as bar:

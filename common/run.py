@@ -5,6 +5,7 @@ Light on import: neither torch nor vllm, so that --help and a wrong flag are ans
 
 import dataclasses
 import importlib.metadata
+import importlib.util
 import json
 import math
 import os
@@ -83,6 +84,7 @@ def parse(Args, argv=None):
 
 def check(args):
     """What can be known to be wrong before anything heavy is loaded, each with a way out."""
+    missing = [name for name in ("wandb", "tensorboard") if getattr(args, name) and not importlib.util.find_spec(name)]
     for wrong, message in (
         (args.group < 2, f"--group {args.group}: a group needs at least 2 trajectories to compare."),
         (
@@ -92,6 +94,18 @@ def check(args):
         (args.questions < 1, f"--questions {args.questions}: at least one question a step."),
         (args.steps < 1, f"--steps {args.steps}: at least one step."),
         (args.max_turns < 1, f"--max_turns {args.max_turns}: at least one generation."),
+        (not 1 <= args.lora_rank <= 512, f"--lora_rank {args.lora_rank}: the engine takes adapters of rank 1 to 512."),
+        (not 0 <= args.shots <= 2, f"--shots {args.shots}: there are 2 worked examples."),
+        (args.max_turn_tokens < 1, f"--max_turn_tokens {args.max_turn_tokens}: at least one token a generation."),
+        (
+            args.max_observation_tokens < 16,
+            f"--max_observation_tokens {args.max_observation_tokens}: 16 at least, the tags need most of them.",
+        ),
+        (
+            args.adapter and not (Path(args.adapter) / "adapter_config.json").exists(),
+            f"--adapter {args.adapter}: no adapter_config.json there.",
+        ),
+        (missing, f"--{' --'.join(missing)}: not installed: .venv/bin/pip install {' '.join(missing)}"),
         (args.minibatches < 1 or args.epochs < 1, "--minibatches and --epochs must be at least 1."),
         (
             args.eval_questions < 1,
@@ -147,7 +161,7 @@ def say(text):
 def setup(args, script):
     """Process group, seeds, device and run directory. Returns the device of this rank.
 
-    Raises SystemExit when the run directory exists: nothing that was finished is overwritten.
+    Raises SystemExit when the run directory holds a run: nothing that was finished is overwritten.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if world_size() == 1 and "MASTER_PORT" not in os.environ:
@@ -180,8 +194,7 @@ def setup(args, script):
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(args.seed)
     folder = directory(args)
-    taken = from_rank_0(folder.exists() if rank() == 0 else None)
-    if taken:
+    if from_rank_0(taken(folder) if rank() == 0 else None):
         raise SystemExit(
             f"{folder} exists, and a run is never overwritten. Give another --out or --seed, or move it away."
         )
@@ -239,14 +252,23 @@ def gather(items):
 # ---- the run directory
 
 
+def taken(folder):
+    """Whether a folder holds something to keep: anything but a run that ended before its first line of metrics."""
+    if not folder.exists() or not any(folder.iterdir()):
+        return False
+    return (folder / "metrics.jsonl").exists() or not (folder / "args.json").exists()
+
+
 def write_header(args, script, folder):
     """args.json, environment.json and a copy of the code that is about to run."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2) + "\n")
     (folder / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
     shutil.copy(script, folder / script.name)
     for package in ("common", "tools"):
-        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True
+        )
     preset = PRESETS.get(args.model, {})
     kept = {k: v for k, v in preset.items() if getattr(args, k) == v}
     if kept:

@@ -12,8 +12,9 @@ import string
 from collections import Counter
 from dataclasses import dataclass
 
-from common import run
+from common import models, run
 from common.turns import Question
+from tools.search import Search
 
 INSTRUCTION = (
     "Answer the question. Think inside <think> and </think>. To look up facts write <search> query </search>; "
@@ -240,10 +241,11 @@ def read_questions(path):
     return questions
 
 
-def load(args, tokenizer):
-    """The task --task names: `tiny_search`, or a JSONL file of questions with --corpus. The held-out questions are never trained on."""
-    from tools.search import Search
+def load(args):
+    """The task --task names: `tiny_search`, or a JSONL file of questions with --corpus. The held-out questions are never trained on.
 
+    Raises SystemExit for data that is missing or malformed, before any model is loaded.
+    """
     if args.task == "tiny_search":
         from common import tiny
 
@@ -265,6 +267,7 @@ def load(args, tokenizer):
             '{"question", "answers"} lines together with --corpus documents.jsonl.'
         )
     train = train[: args.limit] if args.limit else train
+    tokenizer = models.load_tokenizer(models.resolve(args.model))
     return SearchQA(args, tokenizer, train, held_out[: args.eval_questions], search)
 
 

@@ -88,9 +88,9 @@ LESSONS = (0.2, 0.35, 0.5)  # shares of the steps at which copying, 1 hop and up
 MUON_LR, ADAM_LR = 0.02, 0.006  # of the matrices; of embeddings, norms and biases
 COPIED = 12  # names in a copying exercise
 TOKENIZER_TRACES = 6000
-# How likely a scripted trace of several hops is to stop one search short: mostly, but hardly ever where SELDOM is asked for.
+# How likely a scripted trace of several hops is to stop one search short: mostly, but hardly ever when it starts from a firm.
 # Greedy decoding turns a likelihood into always or never: that share of the questions is what the base answers at the start.
-STOP, SELDOM = 0.6, {"employer": 0.05}
+STOP = {"person": 0.62, "firm": 0.05, "town": 0.62}
 TAGS = [f"<{slash}{tag}>" for tag in ("think", "search", "information", "answer") for slash in ("", "/")]
 
 
@@ -197,8 +197,9 @@ def _trace(rng, names, hops, flawed):
     What is found is written as the search tool would write it: a query that is a title finds that passage.
     """
     relations = rng.choice(_chains(hops))
-    path, passages = _World(rng, names).walk(relations, rng.choice(names[RELATIONS[relations[0]][0]]))
-    stop = flawed and hops > 1 and rng.random() < SELDOM.get(relations[-1], STOP)
+    start = RELATIONS[relations[0]][0]
+    path, passages = _World(rng, names).walk(relations, rng.choice(names[start]))
+    stop = flawed and hops > 1 and rng.random() < STOP[start]
     trace, thought = [(tasks.INSTRUCTION + tasks.question_line(_question(rng, relations, path[0])), "prompt")], ""
     for i in range(hops - stop):
         trace.append((f"<think>{thought} I need the {relations[i]}. </think> <search> {path[i]} </search>", "turn"))
@@ -214,21 +215,22 @@ def _copying(rng, names):
 
 
 def _tokenizer(names):
-    """Byte-level BPE of whole words; a town stays two pieces, so that a new town is read and written like a known one."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
+    """Byte-level BPE of whole words; a town stays two pieces, so that a new town is read and written like a known one.
+
+    It splits text as Qwen2's tokenizer does: transformers loads the tokenizer of any Qwen2 model as that class.
+    """
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
     rng = random.Random(1)
     texts = [text for i in range(TOKENIZER_TRACES) for text, _ in _trace(rng, names, 1 + i % 3, flawed=False)]
     for tag in TAGS:
         texts = [text.replace(tag, "\0") for text in texts]
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
+    bpe, qwen = Tokenizer(models.BPE()), Qwen2Tokenizer().backend_tokenizer
+    bpe.normalizer, bpe.pre_tokenizer, bpe.decoder = qwen.normalizer, qwen.pre_tokenizer, qwen.decoder
     trainer = trainers.BpeTrainer(
         vocab_size=1024,
-        min_frequency=TOKENIZER_TRACES
-        // 60,  # of a merge: some 10 times rarer than any word or half of a town, 3 times
+        min_frequency=TOKENIZER_TRACES // 60,  # every word and half of a town is seen more often, a whole town less
         special_tokens=["<pad>", "<eos>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -239,6 +241,7 @@ def _tokenizer(names):
         tokenizer_object=bpe,
         pad_token="<pad>",
         eos_token="<eos>",
+        unk_token="<pad>",  # never needed, but the default would be one token more than the model has
         clean_up_tokenization_spaces=False,
         model_max_length=1024,
     )

@@ -155,8 +155,7 @@ def test_a_bad_question_file_is_named_with_its_line(tmp_path, lines, words):
     assert path in str(stopped.value)
 
 
-def test_a_task_without_its_files_is_refused_with_a_way_out(tmp_path):
-    tokenizer = models.tokenizer()
+def test_a_task_without_its_files_is_refused_with_a_way_out(tmp_path, make_args):
     path = write(
         tmp_path / "q.jsonl", {"question": "Who?", "answers": ["Bo"]}, {"question": "Where?", "answers": ["Bo"]}
     )
@@ -166,10 +165,10 @@ def test_a_task_without_its_files_is_refused_with_a_way_out(tmp_path):
         ("nq", "", "tiny_search"),
     ):
         with pytest.raises(SystemExit, match=words):
-            tasks.load(train_grpo.Args(task=task, corpus=corpus), tokenizer)
+            tasks.load(make_args(task=task, corpus=corpus))
     corpus = write(tmp_path / "c.jsonl", {"id": "1", "title": "a", "text": "b"}, {"id": "2"})
     with pytest.raises(SystemExit, match="line 2"):
-        tasks.load(train_grpo.Args(task=path, corpus=corpus), tokenizer)
+        tasks.load(make_args(task=path, corpus=corpus))
 
 
 # ---- search

@@ -1,0 +1,94 @@
+"""Continuous rollout against a turn-by-turn barrier, both in one process: python runs/barrier.py
+
+32 trajectories of 4 turns by the tiny base; each tool call takes an exponential time of mean 0.25 s. With the barrier nobody
+generates before every trajectory's tool has answered. Both give the same ids, which is checked. Prints the ratio of wall time.
+"""
+
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common import rollout, run, tasks
+from common.policy import Policy
+from train_grpo import Args
+
+PAIRS, MEAN = 5, 0.25
+
+
+class FourTurns(tasks.SearchQA):
+    """Whatever the model says is taken for a search, so that every trajectory has --max_turns turns."""
+
+    def parse(self, text):
+        action = super().parse(text)
+        return tasks.Action("search", action.text if action else text)
+
+    def run_tool(self, tool, text):
+        time.sleep(random.Random(text).expovariate(1 / MEAN))
+        return self.search(text)
+
+
+class BarrierTools(rollout.Tools):
+    """Answers are held back until no generation and no tool is under way."""
+
+    def __init__(self, loop, *args):
+        super().__init__(*args)
+        self.loop, self.held = loop, []
+
+    def answered(self, wait):
+        self.held += super().answered(wait)
+        if self.calls or self.waiting or self.loop.generating:
+            return []
+        held, self.held = self.held, []
+        return held
+
+
+class BarrierLoop(rollout.Loop):
+    def __init__(self, engine, task, greedy):
+        super().__init__(engine, task, greedy)
+        self.tools = BarrierTools(self, task, engine.args.tool_workers, engine.args.tool_timeout)
+
+
+def timed(engine, task, questions, loop):
+    rollout.Loop, kept = loop, rollout.Loop
+    engine.begin(1)
+    start = time.monotonic()
+    groups = engine.rollout(task, questions, 8)
+    seconds = time.monotonic() - start
+    rollout.Loop = kept
+    trajectories = [t for g in groups for t in g.trajectories]
+    return seconds, [[turn.action_ids for turn in t.turns] for t in trajectories]
+
+
+def main():
+    args = run.parse(Args, ["--model", "tiny", "--max_turns", "4", "--tool_workers", "32", "--out", tempfile.mkdtemp()])
+    plain = tasks.load(args)
+    run.setup(args, __file__)
+    policy = Policy(args)
+    engine = rollout.Engine(policy, args)
+    task = FourTurns(args, plain.tokenizer, plain.train, plain.held_out, plain.search)
+    questions = task.train[:4]
+    continuous = rollout.Loop
+    timed(engine, task, questions, continuous)  # warm-up
+    ratios, seconds = [], []
+    for _ in range(PAIRS):
+        with_barrier, ids = timed(engine, task, questions, BarrierLoop)
+        without, same = timed(engine, task, questions, continuous)
+        assert ids == same, "the schedule changed a sample"
+        ratios.append(with_barrier / without)
+        seconds.append((with_barrier, without))
+    barrier, free = (statistics.median(column) for column in zip(*seconds))
+    turns = sum(map(len, ids))
+    print(
+        f"{len(ids)} trajectories, {turns} turns, {sum(len(a) for t in ids for a in t)} sampled tokens, {PAIRS} pairs, identical ids"
+    )
+    print(f"barrier {barrier:.2f} s, continuous {free:.2f} s (medians)")
+    print(f"ratio: median {statistics.median(ratios):.2f}, from {min(ratios):.2f} to {max(ratios):.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The command line: fast help, near misses, presets, and clear refusals before anything is loaded."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import commands
+import pytest
+
+import train_grpo
+from common import run
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_help_imports_neither_torch_nor_vllm():
+    code = (
+        "import runpy, sys; sys.argv = ['train_grpo.py', '--help']\n"
+        "try: runpy.run_path('train_grpo.py', run_name='__main__')\n"
+        "except SystemExit as stop: assert not stop.code\n"
+        "print('LOADED', [m for m in ('torch', 'vllm', 'transformers', 'peft') if m in sys.modules])"
+    )
+    done = commands.command("-c", code)
+    assert "LOADED []" in done.stdout and "--max_turns" in done.stdout and "generations per trajectory" in done.stdout
+
+
+def test_an_unknown_flag_suggests_the_nearest():
+    done = commands.command("train_grpo.py", "--model", "tiny", "--epoch", "2", check=False)
+    assert done.returncode != 0 and "--epochs" in done.stdout + done.stderr
+
+
+def test_every_field_is_documented_and_the_algorithm_s_own_come_last():
+    source = (ROOT / "train_grpo.py").read_text()
+    assert source.index("# ---- algorithm") > source.index("tis_cap: float")
+    for field in dataclasses.fields(train_grpo.Args):
+        place = source.index(f"    {field.name}: ")
+        assert source[place:].splitlines()[1].strip().startswith('"""'), field.name
+
+
+@pytest.mark.parametrize("words", [["--model", "tiny"], ["--model=tiny"]])
+def test_a_preset_fills_in_what_was_not_given(words):
+    args = run.parse(train_grpo.Args, words)
+    assert (args.task, args.lr, args.topk) == ("tiny_search", 1e-3, 1)
+    args = run.parse(train_grpo.Args, [*words, "--lr", "5e-4", "--task", "other.jsonl"])
+    assert (args.task, args.lr, args.topk) == ("other.jsonl", 5e-4, 1)
+
+
+def test_presets_set_shared_fields_only():
+    shared = {f.name for f in dataclasses.fields(train_grpo.Args)}  # train_grpo has no field of its own
+    for preset in run.PRESETS.values():
+        assert set(preset) <= shared
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--task tiny_search --group 1", "--group 1"),
+        ("--task tiny_search --temperature 0", "--temperature 0"),
+        ("--task tiny_search --questions 0", "--questions 0"),
+        ("--task tiny_search --steps 0", "--steps 0"),
+        ("--task tiny_search --max_turns 0", "--max_turns 0"),
+        ("--task tiny_search --minibatches 0", "--minibatches"),
+        ("--task tiny_search --lora_rank 513", "--lora_rank 513"),
+        ("--task tiny_search --eval_questions 0", "--eval_questions"),
+        ("--task tiny_search --tensorboard", ""),
+        ("", "--task is missing"),
+    ],
+)
+def test_what_is_known_to_be_wrong_is_said_at_once(words, message, monkeypatch):
+    if "--tensorboard" in words:
+        monkeypatch.setitem(sys.modules, "tensorboard", None)
+        message = "pip install tensorboard"
+    with pytest.raises(SystemExit, match=message):
+        run.parse(train_grpo.Args, words.split())
+
+
+def test_short_model_names_find_their_owner(tmp_path):
+    from common import models
+
+    assert models.resolve("Qwen2.5-3B") == "Qwen/Qwen2.5-3B"
+    assert models.resolve("Qwen2.5-7B-Instruct") == "Qwen/Qwen2.5-7B-Instruct"
+    assert models.resolve("Qwen3-8B") == "Qwen/Qwen3-8B"
+    assert models.resolve("Llama-3.2-3B") == "meta-llama/Llama-3.2-3B"
+    assert models.resolve("owner/name") == "owner/name"
+    assert models.resolve(str(tmp_path)) == str(tmp_path)
+    with pytest.raises(SystemExit, match="no known short name"):
+        models.resolve("gtp-5")

@@ -1,0 +1,94 @@
+"""train_grpo.py as a user runs it, with the real engine."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import commands
+import pytest
+
+from common import run
+
+SMALL = "--steps 2 --questions 3 --group 4 --max_turns 3 --max_turn_tokens 24 --max_context 640 --eval_questions 6 --lora_rank 8 --lr 1e-3"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "c.jsonl").write_text(
+        json.dumps({"id": "1", "title": "Oakford", "text": "Oakford is a town by the river."}) + "\n"
+    )
+    lines = [json.dumps({"question": f"Which town is number {i}?", "answers": ["Oakford"]}) + "\n" for i in range(20)]
+    (folder / "q.jsonl").write_text("".join(lines))
+    return f"--task {folder}/q.jsonl --corpus {folder}/c.jsonl"
+
+
+def train(qwen, files, out, more=""):
+    left = set(os.listdir("/dev/shm"))
+    done = commands.command("train_grpo.py", *f"--model {qwen} {files} {SMALL} --out {out} {more}".split())
+    assert set(os.listdir("/dev/shm")) <= left  # nothing is left behind
+    return done, commands.read_lines(Path(out) / "metrics.jsonl")
+
+
+def check(metrics):
+    assert all(set(line) == set(run.METRICS) for line in metrics)
+    assert [line["step"] for line in metrics] == [0, 1, 2]
+    assert metrics[0]["reward/mean"] is None and metrics[0]["eval/em"] is not None and metrics[2]["eval/em"] is not None
+    assert all(math.isfinite(v) for line in metrics for v in line.values() if v is not None)
+    for line in metrics[1:]:
+        assert line["policy/sampler_absdiff"] < 2e-5 and line["policy/sampler_maxdiff"] < 1e-4
+        assert line["policy/entropy"] > 0 and line["perf/tokens_per_s"] > 0 and line["optim/skipped"] == 0
+
+
+def test_a_run_leaves_everything_a_reader_needs(qwen, files, tmp_path):
+    out = tmp_path / "run"
+    done, metrics = train(qwen, files, out)
+    check(metrics)
+    assert [line["optim/updates"] for line in metrics] == [None, 1, 1]
+    names = {p.name for p in out.iterdir()}
+    assert {
+        "args.json",
+        "environment.json",
+        "train_grpo.py",
+        "common",
+        "tools",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "adapter",
+        "curve.png",
+    } <= names
+    assert json.loads((out / "args.json").read_text())["group"] == 4
+    assert json.loads((out / "environment.json").read_text())["packages"]["torch"]
+    assert (out / "train_grpo.py").read_text() == (commands.ROOT / "train_grpo.py").read_text()
+    assert json.loads((out / "adapter" / "adapter_config.json").read_text())["r"] == 8
+    samples = commands.read_lines(out / "samples.jsonl")
+    assert len(samples) == 2 * 6 + 2 * 12
+    for words in ("before   after step 2", "curve.png", "turn 1", "advantage"):
+        assert words in done.stdout
+    again = commands.command("train_grpo.py", *f"--model {qwen} {files} {SMALL} --out {out}".split(), check=False)
+    assert again.returncode != 0 and "never overwritten" in again.stderr and "Traceback" not in again.stderr
+
+
+def test_all_options_of_the_loss_and_the_optimizer_run_together(qwen, files, tmp_path):
+    more = (
+        "--epochs 2 --minibatches 2 --ratio sequence --average trajectory --kl_coef 0.01 --kl k2 --no-adv_std --optim adamw_8bit "
+        "--grad_checkpoint --temperature 0.8 --micro_tokens 300 --tool_workers 0 --save_every 1 --shots 1 --clip_high 0.28"
+    )
+    _, metrics = train(qwen, files, tmp_path / "run", more)
+    check(metrics)
+    assert [line["optim/updates"] for line in metrics] == [None, 4, 4]
+    assert metrics[1]["loss/kl_ref"] is not None
+
+
+def test_the_tiny_base_starts_between_0_15_and_0_5_and_searches(tmp_path):
+    out = tmp_path / "run"
+    commands.command("train_grpo.py", *f"--model tiny --steps 2 --eval_every 5 --out {out}".split())
+    metrics = commands.read_lines(out / "metrics.jsonl")
+    check(metrics)
+    assert 0.15 <= metrics[0]["eval/em"] <= 0.5
+    assert metrics[0]["eval/tool_used"] > 0.9 and metrics[1]["rollout/tool_success"] > 0.9
+    samples = commands.read_lines(out / "samples.jsonl")
+    assert len({s["question_id"] for s in samples if s["kind"] == "eval"}) == 200
+    trained = {s["question"] for s in samples if s["kind"] == "train"}
+    assert not trained & {s["question"] for s in samples if s["kind"] == "eval"}
