@@ -28,14 +28,14 @@ def requirements():
     if not shutil.which("nvidia-smi"):
         return "requirements-cpu.txt"
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, universal_newlines=True)
+    done = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     versions = done.stdout.split()
     if done.returncode != 0 or not versions:
         return "requirements-cpu.txt"  # the tool without a card
     if int(versions[0].split(".")[0]) < DRIVER:
         stop(
-            "the NVIDIA driver is {}, and the CUDA build needs {} or newer: update the driver, or hide the GPU's "
-            "nvidia-smi from PATH to set up for the CPU.".format(versions[0], DRIVER)
+            f"the NVIDIA driver is {versions[0]}, and the CUDA build needs {DRIVER} or newer: update the driver, or hide the GPU's "
+            "nvidia-smi from PATH to set up for the CPU."
         )
     return "requirements.txt"
 
@@ -60,24 +60,16 @@ def wanted(name):
     for path in (os.path.join(HERE, name), os.path.abspath(__file__)):
         with open(path, "rb") as file:
             digest.update(file.read())
-    return "{} {}".format(name, digest.hexdigest())
+    return f"{name} {digest.hexdigest()}"
 
 
 def install(name, python):
     free = shutil.disk_usage(HERE).free / 2**30
     if free < NEEDED_GB[name]:
-        stop(
-            "{:.0f} GB of disk are free here, and the environment needs {} GB: free some space.".format(
-                free, NEEDED_GB[name]
-            )
-        )
-    print("setup: installing {} into .venv (minutes, once)".format(name))
+        stop(f"{free:.0f} GB of disk are free here, and the environment needs {NEEDED_GB[name]} GB: free some space.")
+    print(f"setup: installing {name} into .venv (minutes, once)")
     if subprocess.run([python, "-m", "venv", "--clear", VENV]).returncode != 0:
-        stop(
-            "no virtual environment could be created with {} (on Debian and Ubuntu: apt install python3-venv).".format(
-                python
-            )
-        )
+        stop(f"no virtual environment could be created with {python} (on Debian and Ubuntu: apt install python3-venv).")
     pip = [os.path.join(VENV, "bin", "python"), "-m", "pip"]
     command = [*pip, "install", "--quiet", "--disable-pip-version-check", "-r", os.path.join(HERE, name)]
     failed = subprocess.run(command, stderr=subprocess.PIPE if name == "requirements-cpu.txt" else None).returncode
@@ -85,9 +77,7 @@ def install(name, python):
         failed = subprocess.run([*command, "--extra-index-url", TORCH_CPU_INDEX]).returncode
     if failed:
         stop(
-            "the packages of {} could not be installed; pip's message is above. When it was a download, run make setup again.".format(
-                name
-            )
+            f"the packages of {name} could not be installed; pip's message is above. When it was a download, run make setup again."
         )
     subprocess.run([*pip, "uninstall", "--quiet", "--yes", *UNUSED], check=True)
 
@@ -104,30 +94,24 @@ def main():
         install(name, find_python())
         with open(stamp, "w") as file:
             file.write(wanted(name))
-    # The tiny base is cached under a hash of its source; a file beside the stamp spares the start of Python when nothing changed.
-    base = os.path.join(VENV, "tiny-base")
-    with (
-        open(os.path.join(HERE, "common", "tiny.py"), "rb") as file,
-        open(os.path.join(HERE, "common", "tasks.py"), "rb") as tasks,
-    ):
-        source = hashlib.sha256(file.read() + tasks.read()).hexdigest()
+    # The tiny base is cached under a hash of its source. What is noted beside the stamp spares the start of Python when nothing changed.
+    note = os.path.join(VENV, "tiny-base")
+    source = hashlib.sha256()
+    for module in ("tiny.py", "tasks.py"):
+        with open(os.path.join(HERE, "common", module), "rb") as file:
+            source.update(file.read())
     try:
-        with open(base) as file:
+        with open(note) as file:
             known, path = file.read().split("\n")
     except (OSError, ValueError):
         known, path = "", ""
-    if known != source or not os.path.isdir(path):
-        built = subprocess.run(
-            [os.path.join(VENV, "bin", "python"), "-m", "common.tiny"],
-            cwd=HERE,
-            stdout=subprocess.PIPE,
-            universal_newlines=True,
-        )
+    if known != source.hexdigest() or not os.path.isdir(path):
+        build = [os.path.join(VENV, "bin", "python"), "-m", "common.tiny"]
+        built = subprocess.run(build, cwd=HERE, stdout=subprocess.PIPE, text=True)
         if built.returncode != 0:
             stop("the tiny base could not be built; see the message above.")
-        path = built.stdout.strip().splitlines()[-1]
-        with open(base, "w") as file:
-            file.write(source + "\n" + path)
+        with open(note, "w") as file:
+            file.write(source.hexdigest() + "\n" + built.stdout.strip().splitlines()[-1])
 
 
 if __name__ == "__main__":

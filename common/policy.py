@@ -44,7 +44,7 @@ class Policy:
         )
         if not args.load_4bit:
             base.to(self.device)
-        refuse_unsupported(base)
+        refuse_unsupported(base, args.max_context)
         base.requires_grad_(False)
         if args.adapter:
             self.model = PeftModel.from_pretrained(base, args.adapter, is_trainable=True)
@@ -187,8 +187,8 @@ def make_optimizer(name, parameters, lr):
     return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
 
 
-def refuse_unsupported(base):
-    """Stop at start-up where our head or attention would silently differ from the model's own."""
+def refuse_unsupported(base, max_context=0):
+    """Stop at start-up where our head or attention would silently differ from the model's own, or contexts outgrow the model."""
     config = base.config.get_text_config()
     head = base.get_output_embeddings()
     sliding = "sliding_attention" in (getattr(config, "layer_types", None) or [])
@@ -203,6 +203,10 @@ def refuse_unsupported(base):
     ):
         if wrong:
             raise SystemExit(f"{config.model_type} models have {what}, which the trainer does not support.")
+    if max_context > config.max_position_embeddings:
+        raise SystemExit(
+            f"--max_context {max_context}: this model takes {config.max_position_embeddings} tokens at most."
+        )
 
 
 # ---- log-probabilities

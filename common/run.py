@@ -3,7 +3,9 @@
 Light on import: neither torch nor vllm, so that --help and a wrong flag are answered at once.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import importlib.metadata
 import importlib.util
 import json
@@ -56,8 +58,6 @@ PRESETS = {
         temperature=0.7,
         lr=1e-4,
         eval_every=10,
-        eval_questions=200,
-        dtype="bfloat16",
         micro_tokens=4096,
     ),
 }
@@ -127,6 +127,15 @@ def cache_dir():
     return path
 
 
+@contextlib.contextmanager
+def locked(path):
+    """Hold a lock beside `path`: of several ranks that need a derived file one makes it and the others wait."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def directory(args):
     """The run directory: --out, or out/<script>-<model>-<task>-s<seed>."""
     if args.out:
@@ -187,6 +196,10 @@ def setup(args, script):
             say(
                 f"{torch.cuda.device_count()} GPUs are visible, {used} used: torchrun --nproc_per_node={torch.cuda.device_count()} {script}"
             )
+    if args.load_4bit and device.type == "cpu":
+        raise SystemExit(
+            "--load_4bit: the engine's CPU build has no 4-bit base. Leave it out on a machine without a GPU."
+        )
     if not dist.is_initialized():
         # Ranks generate at their own pace between two collectives: the limit is for a rank that died, not for one that is slow.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

@@ -9,12 +9,10 @@ Base: a Qwen2 of 1 M parameters that has seen scripted traces of that game. It r
 has a bad habit: most of its traces stop one search short. That is for reinforcement learning to cure.
 """
 
-import fcntl
 import functools
 import hashlib
 import random
 import shutil
-import time
 from pathlib import Path
 
 from common import run, tasks
@@ -336,9 +334,7 @@ def base():
     """Directory of the tiny base (weights, tokenizer), built at the first call on a machine, in about two minutes on two cores."""
     made_of = Path(__file__).read_text(encoding="utf-8") + tasks.INSTRUCTION + "".join(tasks.INFORMATION)
     path = run.cache_dir() / "tiny" / hashlib.sha256(made_of.encode()).hexdigest()[:16]
-    path.parent.mkdir(exist_ok=True)
-    with open(f"{path}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # ranks that come meanwhile wait here, then find it
+    with run.locked(path):
         if not path.exists():
             import torch
 
@@ -356,5 +352,4 @@ def base():
 
 
 if __name__ == "__main__":
-    start = time.perf_counter()
-    print(base(), f"{time.perf_counter() - start:.0f} s")
+    print(base())

@@ -25,7 +25,9 @@ def make_args(qwen):
     import train_grpo
 
     def make(**changes):
-        options = dict(model=qwen, task="tiny_search", lora_rank=8, lora_alpha=16, micro_tokens=4096, lr=1e-3)
+        options = dict(
+            model=qwen, task="tiny_search", lora_rank=8, lora_alpha=16, micro_tokens=4096, max_context=1024, lr=1e-3
+        )
         return train_grpo.Args(**(options | changes))
 
     return make

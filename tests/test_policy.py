@@ -278,3 +278,8 @@ def test_models_our_head_or_attention_would_get_wrong_are_refused(tmp_path):
     path = models.random_qwen(tmp_path, use_sliding_window=True, sliding_window=64, max_window_layers=0)
     with pytest.raises(SystemExit, match="sliding-window"):
         policy_module.refuse_unsupported(AutoModelForCausalLM.from_pretrained(path))
+
+
+def test_a_context_longer_than_the_model_takes_is_refused(make_args):
+    with pytest.raises(SystemExit, match="--max_context 4096: this model takes 2048 tokens at most"):
+        Policy(make_args(max_context=4096))

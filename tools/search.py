@@ -7,7 +7,6 @@ Search reads and never writes: it is deterministic, has no state between calls, 
 
 import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -43,15 +42,15 @@ class Search:
         self.bm25s, self.stemmer = bm25s, Stemmer.Stemmer("english")
         content = json.dumps([bm25s.__version__, self.documents]).encode()
         index = run.cache_dir() / "bm25" / hashlib.sha256(content).hexdigest()[:16]
-        if not index.exists():
-            built = bm25s.BM25()
-            built.index(self._tokenize([f"{d['title']} {d['text']}" for d in self.documents]), show_progress=False)
-            beside = Path(f"{index}.{os.getpid()}")
-            built.save(beside)
-            try:
-                beside.rename(index)  # whole or not at all: another rank may be building the same index
-            except OSError:
-                shutil.rmtree(beside)
+        with run.locked(index):
+            if not index.exists():
+                built = bm25s.BM25()
+                texts = [f"{d['title']} {d['text']}" for d in self.documents]
+                built.index(self._tokenize(texts), show_progress=len(texts) > 50_000)
+                beside = Path(f"{index}.new")
+                shutil.rmtree(beside, ignore_errors=True)
+                built.save(beside)
+                beside.rename(index)  # whole or not at all
         self.index = bm25s.BM25.load(index)
 
     def _tokenize(self, texts):
