@@ -150,7 +150,7 @@ def prepare(batch, policy, args):
     """Fill batch.old where the policy moves within a phase, and batch.ref where there is a KL term; before any update."""
     if args.epochs * args.minibatches > 1:
         batch.old = policy.logps(batch, grad=False)
-    if args.kl_coef:
+    if args.kl_coef:  # DEPARTS 1
         batch.ref = policy.logps(batch, adapter=False, grad=False)
 
 
@@ -160,7 +160,7 @@ def token_weights(batch, total, args):
     Fixed before the step is split into micro-batches. Tokens without signal (advantage 0) stay in the denominator.
     """
     mask = batch.mask.float()
-    if args.average == "token":
+    if args.average == "token":  # DEPARTS 2
         return mask / max(total(mask.sum()), 1)
     if args.average == "constant":
         longest = args.max_turns * args.max_turn_tokens
@@ -177,8 +177,8 @@ def policy_loss(logp, batch, args):
         log_ratio = batch.mean_by(log_ratio, {"sequence": "trajectory"}.get(args.ratio, args.ratio))
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)
-    loss = -(ratio * batch.adv).minimum(clipped * batch.adv)
-    if args.tis_cap:
+    loss = -(ratio * batch.adv).minimum(clipped * batch.adv)  # eq. (3)
+    if args.tis_cap:  # DEPARTS 3
         tis = ((old - batch.sampler) * batch.mask).exp()
         loss = loss * tis.clamp(max=args.tis_cap)
     policy = (batch.weight * loss).sum()
@@ -188,7 +188,7 @@ def policy_loss(logp, batch, args):
     }
     if args.kl_coef:
         gap = (batch.ref - logp) * batch.mask
-        kl = {"k1": -gap, "k2": gap.square() / 2, "k3": gap.exp() - gap - 1}[args.kl]
+        kl = {"k1": -gap, "k2": gap.square() / 2, "k3": gap.exp() - gap - 1}[args.kl]  # k3: eq. (4)
         stats["kl_ref"] = (batch.weight * kl).sum()
         policy = policy + args.kl_coef * stats["kl_ref"]
     return policy, stats
@@ -256,7 +256,7 @@ def main(args):
         log.write(step, task.position)
         if step % args.save_every == 0 or step == args.steps:
             run.save_adapter(args, policy)
-    show.summary(run.directory(args))
+    show.summary(run.directory(args), policy.tokenizer)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ def read_lines(path):
         return [json.loads(line) for line in lines]
 
 
-def summary(folder):
-    """Print the table, the path of the curve, and the tutorial trajectory (rank 0)."""
+def summary(folder, tokenizer):
+    """Print the table, the path of the curve, and the tutorial trajectory with its tokens (rank 0)."""
     if run.rank() > 0:
         return
     folder = Path(folder)
@@ -30,7 +30,7 @@ def summary(folder):
     chosen = tutorial(read_lines(folder / "samples.jsonl"))
     if chosen:
         print(f"\nOne trajectory of step {chosen['step']}:")
-        print(describe(chosen))
+        print(describe(chosen, tokenizer))
     print(f"\nMetrics, samples and adapter: {folder}/")
     sys.stdout.flush()
 
@@ -70,8 +70,14 @@ def tutorial(samples):
     return max(trained, key=worth, default=None)
 
 
-def describe(sample):
-    """A line of samples.jsonl as text, turn by turn."""
+def tokens(text, count, tokenizer):
+    """A turn's text with a bar between its tokens; as it is when the tokenizer would have split it otherwise than it was sampled."""
+    ids = tokenizer.encode(text, add_special_tokens=False) if tokenizer else []
+    return "|".join(tokenizer.decode([i]) for i in ids) if len(ids) == count else text
+
+
+def describe(sample, tokenizer=None):
+    """A line of samples.jsonl as text, turn by turn; with a tokenizer a bar stands between the sampled tokens."""
     lines = [f"  question: {sample['question']}   gold: {' | '.join(sample['golds'])}"]
     for k, turn in enumerate(sample["turns"], 1):
         adv = turn["advantage"]
@@ -79,7 +85,7 @@ def describe(sample):
             "not trained" if adv is None else f"advantage {adv:+.2f}" if isinstance(adv, float) else f"advantage {adv}"
         )
         lines.append(f"  turn {k}   {turn['tokens']} tokens   {credit}")
-        lines += [f"    | {line}" for line in turn["text"].strip().splitlines()]
+        lines += [f"    {line}" for line in tokens(turn["text"], turn["tokens"], tokenizer).strip().splitlines()]
         if turn["tool_status"]:
             what = f"{turn['tool']}({turn['tool_input']!r})" if turn["tool"] else "no action"
             lines.append(f"    {what}: {turn['tool_status']}, {turn['observation_tokens']} tokens")
