@@ -31,7 +31,7 @@ class Args:
     model: str = "Qwen2.5-3B"
     """a folder, a hub id, a short name such as Qwen2.5-7B-Instruct, or an embedded model: tiny, smollm2"""
     adapter: str = ""
-    """start from this LoRA adapter instead of a fresh one"""
+    """start from this LoRA adapter instead of a fresh one; it keeps its own rank and scale"""
     task: str = ""
     """tiny_search, or a JSONL file of {"question", "answers"} lines together with --corpus"""
     corpus: str = ""
@@ -51,9 +51,9 @@ class Args:
     steps: int = 200
     """rounds of sampling and training"""
     save_every: int = 50
-    """steps between saved adapters"""
+    """steps between saved adapters (0: only at the end)"""
     eval_every: int = 20
-    """steps between greedy evaluations on held-out questions"""
+    """steps between greedy evaluations on held-out questions (0: only before and after)"""
     eval_questions: int = 200
     """held-out questions"""
     questions: int = 64
@@ -84,10 +84,10 @@ class Args:
     """passes over the samples of a phase"""
     minibatches: int = 1
     """optimizer steps per pass"""
-    micro_tokens: int = 16384
+    micro_tokens: int = 4096
     """tokens per forward pass: a memory knob that cannot change a gradient"""
     grad_checkpoint: bool = False
-    """recompute activations in the backward pass to save memory"""
+    """recompute activations in the backward pass: less memory, more time"""
     lora_rank: int = 32
     """rank of the adapter"""
     lora_alpha: float = 64
@@ -117,7 +117,7 @@ class Args:
     kl_coef: float = 0.0
     """weight of the KL to the reference, the base without adapter"""
     kl: Literal["k1", "k2", "k3"] = "k3"
-    """estimator of that KL"""
+    """estimator of that KL; in the loss k1 only measures: its gradient is zero on average"""
     tis_cap: float = 2.0
     """largest weight by the ratio of trainer to engine (0: no weight)"""
     # ---- algorithm
@@ -241,7 +241,7 @@ def main(args):
                 batch = turns.pack(groups, advantages)
                 prepare(batch, policy, args)
                 for _ in range(args.epochs):
-                    for minibatch in batch.minibatches(args.minibatches):
+                    for minibatch in batch.minibatches(args.minibatches, args.questions):
                         minibatch.weight = token_weights(minibatch, run.total, args)
                         for micro in minibatch.micro(args.micro_tokens):
                             logp, entropy, _ = policy.logps(micro, moments=True)
@@ -251,10 +251,11 @@ def main(args):
                         log.optim(policy.step(batch.lr_scale))
                 engine.publish(policy)
         # ---- 5. evaluate, log, save
-        if step % args.eval_every == 0 or step == args.steps:
+        last = step == args.steps
+        if last or (args.eval_every and step % args.eval_every == 0):
             evaluate(engine, task, args, log, step)
         log.write(step, task.position)
-        if step % args.save_every == 0 or step == args.steps:
+        if last or (args.save_every and step % args.save_every == 0):
             run.save_adapter(args, policy)
     show.summary(run.directory(args), policy.tokenizer)
 

@@ -31,19 +31,20 @@ class Policy:
         self.tokenizer = models.load_tokenizer(self.path)
         register_segment_attention()
         quantization = None
-        if args.load_4bit:
+        if args.load_4bit:  # quantized as vLLM's plugin does it in flight: NF4, its constants quantized too
             quantization = BitsAndBytesConfig(
-                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=self.dtype
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=self.dtype,
             )
         base = AutoModelForCausalLM.from_pretrained(
             self.path,
             dtype=self.dtype,
             attn_implementation="segments",
             quantization_config=quantization,
-            device_map={"": self.device} if args.load_4bit else None,
+            device_map={"": self.device},
         )
-        if not args.load_4bit:
-            base.to(self.device)
         refuse_unsupported(base, args.max_context)
         base.requires_grad_(False)
         if args.adapter:
@@ -62,8 +63,11 @@ class Policy:
             )  # LoRA stays in float32 over a bf16 base: small updates are not lost
         if args.grad_checkpoint:
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for module in self.model.modules():
+            if isinstance(module, torch.nn.Dropout):  # of an adapter that was trained with it
+                module.p = 0.0
         # Checkpointing works in training mode only, and in evaluation mode bitsandbytes repacks a 4-bit base on a CPU into a form without
-        # backward. The mode changes nothing else: no dropout is left (lora_dropout is 0, and our attention has none).
+        # backward. The mode changes nothing else: no dropout is left.
         self.model.train(args.grad_checkpoint or args.load_4bit)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.lora_rank = self.model.peft_config["default"].r
@@ -191,7 +195,12 @@ def refuse_unsupported(base, max_context=0):
     """Stop at start-up where our head or attention would silently differ from the model's own, or contexts outgrow the model."""
     config = base.config.get_text_config()
     head = base.get_output_embeddings()
-    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or [])
+    layers = getattr(config, "layer_types", None)
+    sliding = (
+        "sliding_attention" in layers
+        if layers
+        else (getattr(config, "sliding_window", None) or max_context) < max_context
+    )
     for wrong, what in (
         (head is None or getattr(head, "bias", None) is not None, "an output layer with a bias"),
         (getattr(config, "final_logit_softcapping", None), "soft-capped logits"),
@@ -199,7 +208,6 @@ def refuse_unsupported(base, max_context=0):
         (getattr(config, "logit_scale", None) or getattr(config, "logits_scaling", None), "scaled logits"),
         (sliding, "sliding-window attention"),
         (not getattr(base, "_supports_attention_backend", False), "an attention that cannot be replaced"),
-        (any(getattr(m, "p", 0) for m in base.modules() if isinstance(m, torch.nn.Dropout)), "dropout"),
     ):
         if wrong:
             raise SystemExit(f"{config.model_type} models have {what}, which the trainer does not support.")

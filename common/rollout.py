@@ -130,7 +130,10 @@ class Engine:
         if self.args.sleep == "full":
             self.llm.sleep(level=1)  # never level 2: with LoRA it leaves the adapter's buffers undefined
         else:
-            self.llm.llm_engine.step()  # flushes finished ids, without which the pause below is refused
+            for _ in range(
+                2
+            ):  # flushes finished ids and what asynchronous scheduling left in flight: the release below refuses both
+                self.llm.llm_engine.step()
             self.llm.sleep(level=0)
             self.llm.release_kv_cache_memory()
         self.asleep = True
@@ -335,7 +338,8 @@ class Loop:
     def _seed(self, episode, turn):
         if self.temperature == 0:
             return None
-        key = (self.args.seed, self.engine.step, self.engine.phase, episode.question.id, episode.sample, turn)
+        question = episode.question
+        key = (self.args.seed, self.engine.step, self.engine.phase, question.id, question.draw, episode.sample, turn)
         return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest()[:7], "big")
 
     def _acted(self, episode, ids, logps, reason):
@@ -453,7 +457,7 @@ class Tools:
 class AdapterStore:
     """Where published adapters lie: memory-backed storage when it has room, else the run directory; one copy per node.
 
-    A folder belongs to a live run as long as its lock is held; folders that dead runs left are removed.
+    A folder belongs to a live run as long as its lock is held; those that dead runs left in memory are removed.
     """
 
     def __init__(self, policy, args):
@@ -462,10 +466,12 @@ class AdapterStore:
         if run.local_rank() == 0:
             self._remove_dead(memory)
             roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > need
-            folder = (memory if roomy else Path(run.directory(args))) / f"turnwise-{os.getuid()}-{os.getpid()}"
-            folder.mkdir(parents=True)
-            self.lock = open(folder / "lock", "w")
+            parent = memory if roomy else Path(run.directory(args))
+            fresh = parent / f".turnwise-{os.getpid()}"  # renamed when locked: nobody takes it for a dead run's
+            fresh.mkdir(parents=True)
+            self.lock = open(fresh / "lock", "w")
             fcntl.flock(self.lock, fcntl.LOCK_EX)
+            folder = fresh.rename(parent / f"turnwise-{os.getuid()}-{os.getpid()}")
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
         else:
             folder = None

@@ -23,9 +23,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+CLAIMS = []  # open lock files of run directories; closed, and so released, when the process ends
 
 # Settings that make an embedded model a sensible run by itself: they become the parser's defaults, so an explicit flag wins. Shared
-# fields only, equal for every script. A task of "" means the one the embedded model was made for.
+# fields only, equal for every script.
 PRESETS = {
     "tiny": dict(
         task="tiny_search",
@@ -49,16 +50,16 @@ PRESETS = {
         shots=2,
         template="off",
         steps=20,
-        questions=4,
+        questions=2,
         group=8,
         max_turns=5,
-        max_turn_tokens=64,
+        max_turn_tokens=48,
         max_observation_tokens=96,
         max_context=1536,
         temperature=0.7,
         lr=1e-4,
-        eval_every=10,
-        micro_tokens=4096,
+        eval_every=0,
+        micro_tokens=2048,
     ),
 }
 
@@ -67,7 +68,7 @@ PRESETS = {
 
 
 def parse(Args, argv=None):
-    """The script's arguments by tyro; an embedded model's preset fills in what was not given. Sets args.script and args.preset."""
+    """The script's arguments by tyro; an embedded model's preset fills in what was not given. Raises SystemExit for what cannot work."""
     import tyro
 
     argv = sys.argv[1:] if argv is None else argv
@@ -106,7 +107,20 @@ def check(args):
             f"--adapter {args.adapter}: no adapter_config.json there.",
         ),
         (missing, f"--{' --'.join(missing)}: not installed: .venv/bin/pip install {' '.join(missing)}"),
-        (args.minibatches < 1 or args.epochs < 1, "--minibatches and --epochs must be at least 1."),
+        (args.epochs < 1, f"--epochs {args.epochs}: at least one."),
+        (
+            not 1 <= args.minibatches <= args.questions,
+            f"--minibatches {args.minibatches}: at least 1, and no more than --questions ({args.questions}), whose groups they share.",
+        ),
+        (args.topk < 1, f"--topk {args.topk}: at least one document a search."),
+        (args.limit < 0, f"--limit {args.limit}: 0 (all) or a number of questions."),
+        (args.lora_alpha <= 0, f"--lora_alpha {args.lora_alpha:g}: more than 0, or the adapter has no effect."),
+        (not 0 < args.gpu_memory < 1, f"--gpu_memory {args.gpu_memory:g}: a share between 0 and 1."),
+        (args.tool_timeout <= 0, f"--tool_timeout {args.tool_timeout:g}: more than 0 seconds."),
+        (
+            min(args.eval_every, args.save_every) < 0,
+            "--eval_every and --save_every: 0 (only at the end) or a number of steps.",
+        ),
         (
             args.eval_questions < 1,
             "--eval_questions must be at least 1: evaluation before and after is part of every run.",
@@ -173,28 +187,26 @@ def setup(args, script):
     Raises SystemExit when the run directory holds a run: nothing that was finished is overwritten.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if world_size() == 1 and "MASTER_PORT" not in os.environ:
+    if world_size() == 1:  # what torchrun would have set
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            port = str(free.getsockname()[1])
+        own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ |= {name: os.environ.get(name, value) for name, value in own.items()}
     import numpy
     import torch
     import torch.distributed as dist
 
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        if local_rank() >= torch.cuda.device_count():
-            raise SystemExit(
-                f"Local rank {local_rank()} has no GPU of its own: {torch.cuda.device_count()} are visible."
-            )
+        seen, used = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        if local_rank() >= seen:
+            raise SystemExit(f"Local rank {local_rank()} has no GPU of its own: {seen} are visible.")
         device = torch.device("cuda", local_rank())
         torch.cuda.set_device(device)
-        used = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        if rank() == 0 and torch.cuda.device_count() > used:
+        if rank() == 0 and seen > used:
             say(
-                f"{torch.cuda.device_count()} GPUs are visible, {used} used: torchrun --nproc_per_node={torch.cuda.device_count()} {script}"
+                f"{seen} GPUs are visible, {used} used. All of them: torchrun --nproc_per_node {seen} and the same words"
             )
     if args.load_4bit and device.type == "cpu":
         raise SystemExit(
@@ -207,7 +219,7 @@ def setup(args, script):
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(args.seed)
     folder = directory(args)
-    if from_rank_0(taken(folder) if rank() == 0 else None):
+    if from_rank_0((taken(folder) or not claim(folder)) if rank() == 0 else None):
         raise SystemExit(
             f"{folder} exists, and a run is never overwritten. Give another --out or --seed, or move it away."
         )
@@ -241,14 +253,15 @@ def from_rank_0(value):
 
 
 def from_local_rank_0(value):
-    """The value of this node's first rank, on every rank of the node."""
+    """The value of this node's first rank, on every rank of the node (torchrun numbers nodes in GROUP_RANK)."""
     if world_size() == 1:
         return value
     import torch.distributed as dist
 
     values = [None] * world_size()
-    dist.all_gather_object(values, (local_rank(), socket.gethostname(), value))
-    return next(v for r, host, v in values if r == 0 and host == socket.gethostname())
+    node = os.environ.get("GROUP_RANK", "0")
+    dist.all_gather_object(values, (node, local_rank(), value))
+    return next(v for n, r, v in values if (n, r) == (node, 0))
 
 
 def gather(items):
@@ -269,12 +282,23 @@ def taken(folder):
     """Whether a folder holds something to keep: anything but a run that ended before its first line of metrics."""
     if not folder.exists() or not any(folder.iterdir()):
         return False
-    return (folder / "metrics.jsonl").exists() or not (folder / "args.json").exists()
+    return (folder / "metrics.jsonl").exists() or not (folder / "lock").exists()
+
+
+def claim(folder):
+    """Create the run directory and hold its lock until this process ends. Returns False when another process holds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = open(folder / "lock", "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    CLAIMS.append(lock)
+    return True
 
 
 def write_header(args, script, folder):
     """args.json, environment.json and a copy of the code that is about to run."""
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2) + "\n")
     (folder / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
     shutil.copy(script, folder / script.name)
@@ -292,8 +316,11 @@ def write_header(args, script, folder):
 def environment():
     """What a reader needs to repeat a run: versions, machine, commit, command."""
 
-    def git(*command):
-        done = subprocess.run(["git", *command], check=False, cwd=ROOT, capture_output=True, text=True)
+    def output(*command):
+        try:
+            done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
+        except OSError:  # no such program here
+            return None
         return done.stdout.strip() if done.returncode == 0 else None
 
     packages = (
@@ -317,11 +344,12 @@ def environment():
     return {
         "command": [sys.executable, *sys.argv],
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": git("rev-parse", "HEAD"),
-        "uncommitted": git("status", "--porcelain"),
+        "commit": output("git", "rev-parse", "HEAD"),
+        "uncommitted": output("git", "status", "--porcelain"),
         "python": platform.python_version(),
         "machine": platform.platform(),
         "cores": os.cpu_count(),
+        "gpus": output("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"),
         "world_size": world_size(),
         "packages": versions,
     }
@@ -450,10 +478,9 @@ class Log:
         count = int(on.sum())
         if not count:
             return
-        weight = float(micro.weight.sum())
         self.mean("trained_tokens", len(micro))
         for key, value in stats.items():
-            self.mean(f"loss/{key}", float(value.detach()) / weight if weight else 0.0, weight)
+            self.mean(f"loss/{key}", value.detach())  # a part of a sum: `write` divides by the number of updates
         self.mean("policy/entropy", entropy[on].mean(), count)
         trainer = (logp.detach() if micro.old is None else micro.old)[on]
         gap = trainer - micro.sampler[on]
@@ -465,7 +492,7 @@ class Log:
 
     def optim(self, stats):
         for key, value in stats.items():
-            if math.isfinite(value):
+            if math.isfinite(value):  # a skipped update has no norm
                 self.mean(f"optim/{key}", value)
         self.mean("optim/updates", 1)
 
@@ -483,6 +510,8 @@ class Log:
         for key in sorted({k for sums, _ in shared for k in sums}):
             total = sum(sums.get(key, (0, 0))[0] for sums, _ in shared)
             count = sum(sums.get(key, (0, 0))[1] for sums, _ in shared)
+            if key.startswith("loss/"):
+                count = shared[0][0]["optim/updates"][0]
             line[key] = total / count if count else None
         for key in {k for _, peaks in shared for k in peaks}:
             line[key] = max(peaks.get(key, -math.inf) for _, peaks in shared)
@@ -498,6 +527,7 @@ class Log:
 
             line["perf/peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         self.sums, self.peaks = {}, {}
+        line = {key: value if value is None or math.isfinite(value) else None for key, value in line.items()}
         if rank() == 0:
             with open(self.folder / "metrics.jsonl", "a") as out:
                 out.write(json.dumps(line) + "\n")

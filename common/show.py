@@ -9,10 +9,10 @@ from common import run
 TABLE = (("exact match", "eval/em"), ("F1", "eval/f1"), ("turns", "eval/turns"), ("tool calls", "eval/tool_calls"))
 
 
-def read_lines(path):
-    """The objects of a JSONL file."""
+def stream(path):
+    """The objects of a JSONL file, one after the other: samples.jsonl may be larger than memory."""
     with open(path, encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
+        yield from map(json.loads, lines)
 
 
 def summary(folder, tokenizer):
@@ -20,14 +20,14 @@ def summary(folder, tokenizer):
     if run.rank() > 0:
         return
     folder = Path(folder)
-    metrics = read_lines(folder / "metrics.jsonl")
+    metrics = list(stream(folder / "metrics.jsonl"))
     evals = [line for line in metrics if line["eval/em"] is not None]
     first, last = evals[0], evals[-1]
     print(f"\nHeld-out questions, greedy        before   after step {last['step']}")
     for name, key in TABLE:
         print(f"  {name:<30}{first[key]:8.3f}{last[key]:8.3f}")
     print(f"\nLearning curve: {curve(metrics, folder / 'curve.png')}")
-    chosen = tutorial(read_lines(folder / "samples.jsonl"))
+    chosen = tutorial(stream(folder / "samples.jsonl"))
     if chosen:
         print(f"\nOne trajectory of step {chosen['step']}:")
         print(describe(chosen, tokenizer))
@@ -60,7 +60,7 @@ def curve(metrics, path):
 
 def tutorial(samples):
     """A training sample that shows the most: right, with tool calls, in a group that also failed; the latest such one."""
-    trained = [s for s in samples if s["kind"] == "train" and s["turns"]]
+    trained = (s for s in samples if s["kind"] == "train" and s["turns"])
 
     def worth(s):
         signal = any(t["advantage"] for t in s["turns"])
@@ -71,7 +71,7 @@ def tutorial(samples):
 
 
 def tokens(text, count, tokenizer):
-    """A turn's text with a bar between its tokens; as it is when the tokenizer would have split it otherwise than it was sampled."""
+    """A turn's text with a bar between its tokens; as it is when the tokenizer splits it into another number than was sampled."""
     ids = tokenizer.encode(text, add_special_tokens=False) if tokenizer else []
     return "|".join(tokenizer.decode([i]) for i in ids) if len(ids) == count else text
 

@@ -10,7 +10,7 @@ import random
 import re
 import string
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common import models, run
 from common.turns import Question
@@ -82,7 +82,7 @@ def encode_observation(tokenizer, text, limit, around=INFORMATION):
 
 def normalise(text):
     """SQuAD's normal form: lower case, no punctuation, no articles, single spaces."""
-    text = "".join(" " if c in "\t\n" else c for c in text.lower() if c not in string.punctuation)
+    text = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(w for w in text.split() if w not in ("a", "an", "the"))
 
 
@@ -143,9 +143,9 @@ class SearchQA:
 
     def take(self, n):
         """The next n questions of the run, of which this rank gets every world-th: possibly none. Each pass over the data is shuffled anew."""
-        places = range(self.position, self.position + n)
+        draws = range(self.position, self.position + n)
         self.position += n
-        return [self._at(p) for p in places if p % run.world_size() == run.rank()]
+        return [replace(self._at(draw), draw=draw) for draw in draws if draw % run.world_size() == run.rank()]
 
     def _at(self, position):
         epoch, place = divmod(position, len(self.train))
@@ -171,7 +171,9 @@ class SearchQA:
 
     def parse(self, text):
         """The first complete action in a generation's own text, or None."""
-        found = re.search(r"<(search|answer)>(.*?)</\1>", text, re.DOTALL)
+        found = re.search(
+            r"<(search|answer)>((?:(?!<\1>).)*?)</\1>", text, re.DOTALL
+        )  # from the last opening tag before the closing one
         if not found:
             return None
         kind, inner = found[1], found[2].strip()

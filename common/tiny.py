@@ -1,8 +1,8 @@
 """The embedded default: a fictional world to search in, and a tiny base model that is pretrained on it from nothing.
 
 World: people, firms and towns, one short passage each. A question names one of them and asks for what lies 1 to 3 relations
-away ("Who is the mayor of the town that is home to Ada Cole?"); each relation stands in another passage, so a search finds the
-next link of the chain and never the answer at once. There are three groups of names that share no name: two worlds with a
+away ("Who is the mayor of the town that is home to Ada Cole?"); each relation stands in another passage, so with more than one a
+search finds the next link of the chain and not the answer at once. There are three groups of names that share no name: two worlds with a
 passage for each name (one to train on, one held out), and the rest, from which the base's pretraining traces are made.
 
 Base: a Qwen2 of 1 M parameters that has seen scripted traces of that game. It reads, copies and follows chains well, and it

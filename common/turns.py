@@ -15,11 +15,13 @@ import torch
 
 @dataclass
 class Question:
-    """One question of a task. `golds`: every string that counts as right. `id` is unique within the task's data."""
+    """One question of a task. `golds`: every string that counts as right. `id` is unique within the task's data, `draw` within a run:
+    a question that is drawn twice is sampled anew, with other seeds."""
 
     id: str
     text: str
     golds: list[str]
+    draw: int = 0
     info: dict = field(default_factory=dict)
 
 
@@ -89,9 +91,11 @@ class Batch:
     sampler, old, ref  float  log-probabilities by the engine, by the policy before the phase, by the reference; 0 outside actions.
                               old and ref are None until `prepare` fills them
     extra              further per-token tensors an algorithm adds; sliced like the others
+    draws              of each group the number of its question's draw
     """
 
     segments: list[Segment]
+    draws: list[int]
     ids: torch.Tensor
     position: torch.Tensor
     mask: torch.Tensor
@@ -149,6 +153,7 @@ class Batch:
 
     def micro(self, micro_tokens):
         """Split into micro-batches of at most `micro_tokens` tokens, order kept; a longer unit is a micro-batch of its own."""
+        assert sum(self.units(), []) == list(range(len(self.segments))), "the segments of a unit must lie side by side"
         bins, used = [], 0
         for unit in self.units():
             length = sum(self.segments[i].end - self.segments[i].start for i in unit)
@@ -159,12 +164,15 @@ class Batch:
             used += length
         return [self.select(indices) for indices in bins]
 
-    def minibatches(self, count):
-        """Split by whole groups into exactly `count` parts, some empty where there are fewer groups: ranks stay in step."""
-        groups = int(self.group.max()) + 1 if len(self) else 0
+    def minibatches(self, count, questions):
+        """Split by whole groups into exactly `count` parts, possibly empty: ranks stay in step.
+
+        A group's part follows from its place among the `questions` of a step over all ranks, so the number of ranks cannot change it.
+        """
         parts = [[] for _ in range(count)]
         for index, segment in enumerate(self.segments):
-            parts[int(self.group[segment.start]) * count // groups].append(index)
+            place = self.draws[int(self.group[segment.start])] % questions
+            parts[place * count // questions].append(index)
         return [self.select(indices) for indices in parts]
 
     def mean_by(self, values, by):
@@ -237,4 +245,6 @@ def pack(groups, advantages):
 
     kinds = {"mask": torch.bool, "action": torch.bool, "adv": torch.float32, "sampler": torch.float32}
     tensors = {n: torch.tensor(c, dtype=kinds.get(n, torch.long)) for n, c in {**columns, **owners}.items()}
-    return Batch(segments, weight=torch.zeros(len(columns["ids"])), **tensors)
+    return Batch(
+        segments, [group.question.draw for group in groups], weight=torch.zeros(len(columns["ids"])), **tensors
+    )

@@ -11,6 +11,16 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import pytest  # noqa: E402
 
 
+def pytest_collection_modifyitems(items):
+    """The tests of the real engine hold it to float32 on a CPU. A machine with a GPU has another build of it."""
+    import torch
+
+    if torch.cuda.is_available():
+        for item in items:
+            if item.path.name in ("test_engine.py", "test_ranks.py", "test_smoke.py"):
+                item.add_marker(pytest.mark.skip(reason="written for vLLM's CPU build in float32"))
+
+
 @pytest.fixture(scope="session")
 def qwen(tmp_path_factory):
     """Path of a random 2-layer Qwen2 with an ordinary tokenizer."""

@@ -25,6 +25,6 @@ def groups(seed=0, count=3, size=4, vocabulary=300):
         outcomes = [float(g % 2 == 0 and p < count - 1) for g in range(size)]
         prompt = [rng.randrange(vocabulary) for _ in range(15 + p)]
         samples = [trajectory(rng, rng.randint(1, 3), o, vocabulary, prompt) for o in outcomes]
-        made.append(Group(Question(str(p), f"question {p}", ["gold"]), samples))
+        made.append(Group(Question(str(p), f"question {p}", ["gold"], draw=p), samples))
     advantages = [[[rng.uniform(-1, 1) for _ in t.turns] for t in g.trajectories] for g in made]
     return made, advantages

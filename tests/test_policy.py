@@ -129,6 +129,7 @@ def test_a_shared_prefix_as_parent_gives_the_same_logps_and_gradient_as_separate
         zeros = torch.zeros(n)
         return Batch(
             segments,
+            [0],
             torch.tensor(ids),
             torch.tensor(position),
             trained,
@@ -283,3 +284,31 @@ def test_models_our_head_or_attention_would_get_wrong_are_refused(tmp_path):
 def test_a_context_longer_than_the_model_takes_is_refused(make_args):
     with pytest.raises(SystemExit, match="--max_context 4096: this model takes 2048 tokens at most"):
         Policy(make_args(max_context=4096))
+
+
+def test_a_window_that_a_model_slides_without_layer_types_is_refused():
+    from transformers import MistralConfig, MistralForCausalLM
+
+    small = dict(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    base = MistralForCausalLM(MistralConfig(**small, sliding_window=16))
+    with pytest.raises(SystemExit, match="sliding-window"):
+        policy_module.refuse_unsupported(base, 64)
+    policy_module.refuse_unsupported(base, 16)
+
+
+def test_an_adapter_trained_with_dropout_gives_the_same_log_probabilities_twice(made, make_args, tmp_path):
+    import json
+
+    policy, batch = made
+    policy.save_adapter(tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"lora_dropout": 0.5}))
+    dropped = Policy(make_args(adapter=str(tmp_path), grad_checkpoint=True))
+    assert torch.equal(dropped.logps(batch, grad=False), policy.logps(batch, grad=False))

@@ -1,7 +1,5 @@
 """One rank and two ranks: the same gradient, the same samples, and a rank without work takes part."""
 
-import json
-
 import commands
 import pytest
 import torch
@@ -30,32 +28,40 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(results
     assert all(r["unchanged"] for r in results[1])
 
 
-def test_training_on_two_ranks_samples_and_learns_as_on_one(qwen, tmp_path):
-    """--questions 1: one of the two ranks has no question at all in each step. The real engine on both ranks."""
-    corpus, questions = tmp_path / "c.jsonl", tmp_path / "q.jsonl"
-    corpus.write_text(json.dumps({"id": "1", "title": "Oakford", "text": "Oakford is a town."}) + "\n")
-    questions.write_text(
-        "".join(json.dumps({"question": f"Which town is {i}?", "answers": ["Oakford"]}) + "\n" for i in range(9))
-    )
-    runs = []
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """(metrics, samples) of the tiny model on one rank and on two. --questions 1: in each step one of two ranks has no question."""
+    found = []
     for ranks in (1, 2):
-        out = tmp_path / f"out{ranks}"
-        words = f"--steps 2 --questions 1 --group 4 --max_turns 2 --max_turn_tokens 16 --max_context 512 --eval_questions 3 --out {out}"
-        # a learning rate of nearly nothing: whatever differs in the second step was not caused by the first
-        more = f"--lr 1e-9 --lora_rank 8 --kl_coef 0.1 --adv_std --model {qwen} --task {questions} --corpus {corpus}"
-        commands.command("train_grpo.py", *words.split(), *more.split(), ranks=ranks)
-        runs.append((commands.read_lines(out / "metrics.jsonl"), commands.read_lines(out / "samples.jsonl")))
-    key = lambda s: (s["step"], s["question_id"], s["sample"])  # noqa: E731
-    texts = [[(key(s), [t["text"] for t in s["turns"]]) for s in sorted(samples, key=key)] for _, samples in runs]
-    assert texts[0] == texts[1] and len(texts[0]) == 2 * 3 + 2 * 4
-    for one, two in zip(*(metrics for metrics, _ in runs)):
+        out = tmp_path_factory.mktemp("run") / f"of{ranks}"
+        words = f"--model tiny --steps 3 --questions 1 --eval_questions 5 --eval_every 0 --out {out}"
+        commands.command("train_grpo.py", *words.split(), ranks=ranks)
+        found.append((commands.read_lines(out / "metrics.jsonl"), commands.read_lines(out / "samples.jsonl")))
+    return found
+
+
+def test_two_ranks_sample_what_one_samples(runs):
+    key = lambda s: (s["kind"], s["step"], s["question_id"], s["sample"])  # noqa: E731
+    texts = [
+        [(key(s), [t["text"] for t in s["turns"]], s["outcome"]) for s in sorted(samples, key=key)]
+        for _, samples in runs
+    ]
+    assert texts[0] == texts[1] and len(texts[0]) == 2 * 5 + 3 * 8
+
+
+def test_two_ranks_learn_as_one(runs):
+    one, two = (metrics for metrics, _ in runs)
+    assert any(line["optim/grad_norm"] for line in one[1:])
+    for a, b in zip(one, two):
         for name in (
             "reward/mean",
-            "rollout/turns",
             "rollout/action_tokens",
             "policy/entropy",
+            "loss/policy",
+            "optim/grad_norm",
             "optim/updates",
-            "eval/turns",
-            "loss/kl_ref",
+            "eval/em",
         ):
-            assert two[name] == (None if one[name] is None else pytest.approx(one[name], rel=1e-4, abs=1e-7)), name
+            assert b[name] == (None if a[name] is None else pytest.approx(a[name], rel=1e-3, abs=1e-7)), name
+        if b["policy/sampler_maxdiff"] is not None:
+            assert b["policy/sampler_maxdiff"] < 1e-4

@@ -84,6 +84,7 @@ def test_loss_metrics_are_averaged_over_tokens_and_not_over_micro_batches(log):
             micro.extra["entropy"],
             {"policy": (micro.weight * micro.extra["entropy"]).sum()},
         )
+    log.optim({"grad_norm": 1.0, "skipped": 0.0})
     line = log.write(1, 3)
     mean = float(entropy[batch.mask].mean())
     assert line["policy/entropy"] == pytest.approx(mean, rel=1e-5)
@@ -170,15 +171,36 @@ def test_the_run_directory_is_named_after_script_model_task_and_seed(monkeypatch
 def test_a_run_that_ended_before_its_first_line_may_be_started_again_and_nothing_else(tmp_path):
     folder = tmp_path / "run"
     assert not run.taken(folder)
-    run.write_header(train_grpo.Args(), ROOT / "train_grpo.py", folder)
-    assert not run.taken(folder)
-    run.write_header(train_grpo.Args(), ROOT / "train_grpo.py", folder)
+    for _ in range(2):
+        assert run.claim(folder)
+        run.write_header(train_grpo.Args(), ROOT / "train_grpo.py", folder)
+        assert not run.taken(folder) and not run.claim(folder)  # free to start again, but not while it runs
+        run.CLAIMS.pop().close()
     (folder / "metrics.jsonl").write_text("{}")
     assert run.taken(folder)
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.tex").write_text("")
     assert run.taken(other)
+
+
+def test_what_is_not_finite_is_null_and_the_line_is_valid_json(log, tmp_path):
+    log.mean("policy/entropy", float("nan"))
+    log.peak("policy/sampler_maxdiff", float("nan"))
+    log.optim({"grad_norm": float("inf"), "lr": 1e-3, "skipped": 1.0})
+    log.write(1, 1)
+    (line,) = lines(tmp_path)
+    assert (line["policy/entropy"], line["policy/sampler_maxdiff"], line["optim/grad_norm"]) == (None, None, None)
+    assert (line["optim/skipped"], line["optim/updates"], line["optim/lr"]) == (1, 1, 1e-3)
+    assert (
+        "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+        and "Infinity" not in (tmp_path / "metrics.jsonl").read_text()
+    )
+
+
+def test_a_machine_without_git_is_no_reason_to_stop(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert run.environment()["commit"] is None
 
 
 def test_the_tutorial_trajectory_is_right_in_a_group_that_also_failed():

@@ -30,6 +30,7 @@ def task():
         ("<answer>\nBo\nHale </answer>", None, "Bo\nHale"),
         ("<search>a</search><answer>b</answer>", "search", "a"),
         ("<search> a </search>\n\n", "search", "a"),
+        ("<think> I will <search> to find her. </think> <search> Ada Cole </search>", "search", "Ada Cole"),
     ],
 )
 def test_the_first_complete_action_counts(task, text, tool, inner):
@@ -108,6 +109,8 @@ def test_take_shuffles_each_pass_and_shares_questions_out_over_ranks(task, monke
     second = [q.id for q in task.take(7)]
     assert sorted(first) == sorted(second) == [str(i) for i in range(7)] and first != second
     assert task.position == 14
+    task.position = 3
+    assert [q.draw for q in task.take(6)] == list(range(3, 9))  # a question drawn twice is told apart by its draw
     task.position = 0
     monkeypatch.setattr(run, "world_size", lambda: 2)
     shares = []

@@ -89,13 +89,29 @@ def test_micro_batches_hold_every_token_once_and_respect_the_limit():
 def test_minibatches_split_by_whole_groups_into_the_same_number_everywhere():
     made, advantages = samples.groups(count=3)
     batch = pack(made, advantages)
-    for count in (1, 2, 3, 5):
-        parts = batch.minibatches(count)
+    for count in (1, 2, 3):
+        parts = batch.minibatches(count, 3)
         assert len(parts) == count
         assert sum(len(p) for p in parts) == len(batch)
-        owners = [set(p.group.tolist()) for p in parts if len(p)]
-        assert sum(len(o) for o in owners) == 3
-    assert [len(p) for p in pack([], []).minibatches(2)] == [0, 0]
+        owners = [set(p.group.tolist()) for p in parts]
+        assert all(owners) and sum(len(o) for o in owners) == 3
+    assert [len(p) for p in pack([], []).minibatches(2, 3)] == [0, 0]
+
+
+def test_the_number_of_ranks_cannot_change_what_is_in_a_minibatch():
+    made, advantages = samples.groups(count=7, size=2)
+    for first in (0, 7):  # the first and the second step of a run of 7 questions a step
+        for p, group in enumerate(made):
+            group.question.draw = first + p
+        parts = []
+        for ranks in (1, 2, 3):
+            held = [set() for _ in range(3)]
+            for rank in range(ranks):
+                batch = pack(made[rank::ranks], advantages[rank::ranks])
+                for part, minibatch in zip(held, batch.minibatches(3, 7)):
+                    part |= {batch.draws[g] for g in minibatch.group.tolist()}
+            parts.append(held)
+        assert parts[0] == parts[1] == parts[2] and sorted(map(len, parts[0])) == [2, 2, 3]
 
 
 def test_means_go_by_turn_and_trajectory_ids_and_never_by_row():
@@ -118,6 +134,7 @@ def test_a_segment_with_a_parent_continues_from_it_in_any_selection():
     segments = [Segment(0, 3, None, 0), Segment(3, 5, 0, 0), Segment(5, 7, 0, 0)]
     batch = Batch(
         segments=segments,
+        draws=[0],
         ids=torch.arange(7),
         position=torch.tensor([0, 1, 2, 3, 4, 3, 4]),
         mask=empty.bool(),

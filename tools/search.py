@@ -51,7 +51,7 @@ class Search:
                 shutil.rmtree(beside, ignore_errors=True)
                 built.save(beside)
                 beside.rename(index)  # whole or not at all
-        self.index = bm25s.BM25.load(index)
+        self.index = bm25s.BM25.load(index, mmap=True)
 
     def _tokenize(self, texts):
         return self.bm25s.tokenize(texts, stopwords="en", stemmer=self.stemmer, show_progress=False)
