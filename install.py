@@ -63,6 +63,15 @@ def wanted(name):
     return f"{name} {digest.hexdigest()}"
 
 
+def up_to_date(stamp, name):
+    """Whether .venv was made from what is wanted now; one for a GPU that is out of sight for the moment (a login node) counts."""
+    try:
+        with open(stamp) as file:
+            return file.read() in {wanted(name), wanted("requirements.txt")}
+    except OSError:
+        return False
+
+
 def install(name, python):
     free = shutil.disk_usage(HERE).free / 2**30
     if free < NEEDED_GB[name]:
@@ -71,7 +80,7 @@ def install(name, python):
     if subprocess.run([python, "-m", "venv", "--clear", VENV]).returncode != 0:
         stop(f"no virtual environment could be created with {python} (on Debian and Ubuntu: apt install python3-venv).")
     pip = [os.path.join(VENV, "bin", "python"), "-m", "pip"]
-    command = [*pip, "install", "--quiet", "--disable-pip-version-check", "-r", os.path.join(HERE, name)]
+    command = [*pip, "install", "--disable-pip-version-check", "-r", os.path.join(HERE, name)]
     failed = subprocess.run(command, stderr=subprocess.PIPE if name == "requirements-cpu.txt" else None).returncode
     if failed and name == "requirements-cpu.txt":  # torch's CPU build lies in an index of its own, unless it is at hand
         failed = subprocess.run([*command, "--extra-index-url", TORCH_CPU_INDEX]).returncode
@@ -85,12 +94,7 @@ def install(name, python):
 def main():
     name = requirements()
     stamp = os.path.join(VENV, "made-from")
-    try:
-        with open(stamp) as file:
-            made = file.read()
-    except OSError:
-        made = ""
-    if made != wanted(name):
+    if not up_to_date(stamp, name):
         install(name, find_python())
         with open(stamp, "w") as file:
             file.write(wanted(name))
