@@ -154,23 +154,23 @@ class Engine:
     def rollout(self, task, questions, n, greedy=False, progress=None):
         """`n` trajectories for each question, as one Group per question; greedy: temperature 0, for evaluation."""
         groups = [Group(question, [Trajectory() for _ in range(n)]) for question in questions]
-        episodes = [
-            Episode(group.question, trajectory, sample)
+        rollouts = [
+            Rollout(group.question, trajectory, sample)
             for group in groups
             for sample, trajectory in enumerate(group.trajectories)
         ]
-        self._finish(task, episodes, greedy, progress)
+        self._finish(task, rollouts, greedy, progress)
         return groups
 
-    def _finish(self, task, episodes, greedy, progress):
-        """Run every episode to its end."""
+    def _finish(self, task, rollouts, greedy, progress):
+        """Run every rollout to its end."""
         self.wake()
         self._load_newest()
         self.llm.reset_prefix_cache()  # what it holds must not depend on what was sampled before: a resumed run has not sampled it
         self.phase += 1
         loop = Loop(self, task, greedy)
-        with tqdm(total=len(episodes), desc=progress, leave=False, disable=not progress or run.rank() > 0) as bar:
-            loop.run(episodes, bar.update)
+        with tqdm(total=len(rollouts), desc=progress, leave=False, disable=not progress or run.rank() > 0) as bar:
+            loop.run(rollouts, bar.update)
 
     def add(self, request_id, ids, max_tokens, stop, stop_ids, temperature, seed):
         """Submit one generation to vLLM."""
@@ -262,7 +262,7 @@ class Probe:
 
 
 @dataclass
-class Episode:
+class Rollout:
     """A trajectory under way."""
 
     question: object
@@ -278,80 +278,80 @@ class Loop:
         self.engine, self.task, self.args = engine, task, engine.args
         self.temperature = 0.0 if greedy else engine.args.temperature
         self.tools = Tools(task, engine.args.tool_workers, engine.args.tool_timeout)
-        self.generating = {}  # request id -> episode
+        self.generating = {}  # request id -> rollout
 
-    def run(self, episodes, on_end):
+    def run(self, rollouts, on_end):
         """Run all to the end; on_end() after each."""
         ready = deque()
-        for episode in episodes:
-            if not episode.context:
-                turns = episode.trajectory.turns
-                episode.context = (
+        for rollout in rollouts:
+            if not rollout.context:
+                turns = rollout.trajectory.turns
+                rollout.context = (
                     turns[-1].context_ids + turns[-1].action_ids + turns[-1].observation_ids
                     if turns
-                    else self.task.prompt_ids(episode.question)
+                    else self.task.prompt_ids(rollout.question)
                 )
-            ready.append(episode)
+            ready.append(rollout)
         left, heard = len(ready), time.monotonic()
         while left:
             left -= self._submit(ready, on_end)
             events = 0
             if self.generating:
                 for request_id, ids, logps, reason in self.engine.advance():
-                    episode = self.generating.pop(request_id)
+                    rollout = self.generating.pop(request_id)
                     events += 1
-                    if self._acted(episode, ids, logps, reason):
+                    if self._acted(rollout, ids, logps, reason):
                         left -= 1
                         on_end()
-            for episode, output, status in self.tools.answered(wait=not self.generating and not ready):
+            for rollout, output, status in self.tools.answered(wait=not self.generating and not ready):
                 events += 1
-                self._observed(episode, output, status)
-                ready.append(episode)
+                self._observed(rollout, output, status)
+                ready.append(rollout)
             heard = self._watch(heard, events)
 
     def _submit(self, ready, on_end):
         """Hand contexts to the engine. Returns how many trajectories ended here because their context is full."""
         ended = 0
         while ready:
-            episode = ready.popleft()
-            room = self.engine.limit - len(episode.context)
-            if room < 1 or not episode.context:
-                episode.trajectory.stop = "context"
-                self.task.finish(episode.trajectory, episode.question)
+            rollout = ready.popleft()
+            room = self.engine.limit - len(rollout.context)
+            if room < 1 or not rollout.context:
+                rollout.trajectory.stop = "context"
+                self.task.finish(rollout.trajectory, rollout.question)
                 ended += 1
                 on_end()
                 continue
-            turn = len(episode.trajectory.turns)
-            request_id = f"{episode.question.id}/{episode.sample}/{turn}/{id(episode)}"
+            turn = len(rollout.trajectory.turns)
+            request_id = f"{rollout.question.id}/{rollout.sample}/{turn}/{id(rollout)}"
             self.engine.add(
                 request_id,
-                episode.context,
+                rollout.context,
                 min(self.task.max_turn_tokens, room),
                 self.task.stop,
                 self.task.stop_ids,
                 self.temperature,
-                self._seed(episode, turn),
+                self._seed(rollout, turn),
             )
-            self.generating[request_id] = episode
+            self.generating[request_id] = rollout
         return ended
 
-    def _seed(self, episode, turn):
+    def _seed(self, rollout, turn):
         if self.temperature == 0:
             return None
-        question = episode.question
-        key = (self.args.seed, self.engine.step, self.engine.phase, question.id, question.draw, episode.sample, turn)
+        question = rollout.question
+        key = (self.args.seed, self.engine.step, self.engine.phase, question.id, question.draw, rollout.sample, turn)
         return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest()[:7], "big")
 
-    def _acted(self, episode, ids, logps, reason):
+    def _acted(self, rollout, ids, logps, reason):
         """Record a turn. Returns True when the trajectory has ended; otherwise its tool is on the way."""
-        trajectory, task = episode.trajectory, self.task
-        turn = Turn(episode.context, ids, logps, task.decode(ids))
+        trajectory, task = rollout.trajectory, self.task
+        turn = Turn(rollout.context, ids, logps, task.decode(ids))
         trajectory.turns.append(turn)
         cut = reason == "length"
         action = None if cut else task.parse(turn.text)
         last = len(trajectory.turns) >= task.max_turns
         if cut:  # trained as it was sampled, but half a tool call is not run
-            full = len(episode.context) + len(ids) >= self.engine.limit
+            full = len(rollout.context) + len(ids) >= self.engine.limit
             trajectory.stop = "context" if full else "length"
         elif action is None:
             turn.tool_status = "invalid"
@@ -363,19 +363,19 @@ class Loop:
             turn.tool, turn.tool_input = action.tool, action.text
             trajectory.stop = "max_turns" if last else ""
         if trajectory.stop:
-            task.finish(trajectory, episode.question)
+            task.finish(trajectory, rollout.question)
             return True
         if action is None:
-            self.tools.say(episode, task.invalid_message, "invalid")
+            self.tools.say(rollout, task.invalid_message, "invalid")
         else:
-            self.tools.call(episode, turn.tool, turn.tool_input)
+            self.tools.call(rollout, turn.tool, turn.tool_input)
         return False
 
-    def _observed(self, episode, output, status):
-        turn = episode.trajectory.turns[-1]
+    def _observed(self, rollout, output, status):
+        turn = rollout.trajectory.turns[-1]
         turn.tool_output, turn.tool_status = output, status
         turn.observation_ids = self.task.observation_ids(output)
-        episode.context = turn.context_ids + turn.action_ids + turn.observation_ids
+        rollout.context = turn.context_ids + turn.action_ids + turn.observation_ids
 
     def _watch(self, heard, events):
         """One line when nothing has finished for a while: a silent wait is the hardest fault to find."""
@@ -400,24 +400,24 @@ class Tools:
     def __init__(self, task, workers, timeout):
         self.task, self.workers, self.timeout = task, workers, timeout
         self.waiting, self.done = deque(), queue.SimpleQueue()
-        self.calls = {}  # number -> (episode, tool, input, started)
+        self.calls = {}  # number -> (rollout, tool, input, started)
         self.number = 0
 
-    def say(self, episode, output, status):
+    def say(self, rollout, output, status):
         """An observation that needs no tool."""
         self.number += 1
-        self.calls[self.number] = (episode, "", "", time.monotonic())
+        self.calls[self.number] = (rollout, "", "", time.monotonic())
         self.done.put((self.number, output, status))
 
-    def call(self, episode, tool, text):
-        self.waiting.append((episode, tool, text))
+    def call(self, rollout, tool, text):
+        self.waiting.append((rollout, tool, text))
         self._start()
 
     def _start(self):
         while self.waiting and (self.workers == 0 or len(self.calls) < self.workers):
-            episode, tool, text = self.waiting.popleft()
+            rollout, tool, text = self.waiting.popleft()
             self.number += 1
-            self.calls[self.number] = (episode, tool, text, time.monotonic())
+            self.calls[self.number] = (rollout, tool, text, time.monotonic())
             if self.workers == 0:
                 self._work(self.number, tool, text)
             else:
@@ -426,13 +426,11 @@ class Tools:
     def _work(self, number, tool, text):
         try:
             self.done.put((number, self.task.run_tool(tool, text), "ok"))
-        except (
-            Exception
-        ) as error:  # whatever a tool raises is an observation: the episode goes on and the failure is counted
+        except Exception as error:  # an observation like any other: the trajectory goes on, and the failure is counted
             self.done.put((number, f"Error: {type(error).__name__}: {error}", "error"))
 
     def answered(self, wait):
-        """(episode, output, status) of the calls that have ended; with `wait`, a moment is spent waiting for one."""
+        """(rollout, output, status) of the calls that have ended; with `wait`, a moment is spent waiting for one."""
         out = []
         with contextlib.suppress(queue.Empty):
             block = wait and bool(self.calls)
@@ -441,10 +439,10 @@ class Tools:
                 block = False
                 if number in self.calls:  # not one that was given up
                     out.append((self.calls.pop(number)[0], output, status))
-        for number, (episode, _, _, started) in list(self.calls.items()):
+        for number, (rollout, _, _, started) in list(self.calls.items()):
             if self.workers and time.monotonic() - started > self.timeout:
                 del self.calls[number]
-                out.append((episode, f"Error: no answer within {self.timeout:g} seconds", "timeout"))
+                out.append((rollout, f"Error: no answer within {self.timeout:g} seconds", "timeout"))
         self._start()
         return out
 

@@ -20,7 +20,7 @@ def main(model, target):
     torch.set_num_threads(1)
     if run.world_size() > 1:
         dist.init_process_group("gloo")
-    args = train_grpo.Args(model=model, lora_rank=8, lora_alpha=16, lr=1e-3, kl_coef=0.1)
+    args = train_grpo.Args(model=model, lora_rank=8, lora_alpha=16, lr=1e-3, kl_coef=0.1, max_context=1024)
     torch.manual_seed(0)
     policy = Policy(args)
     generator = torch.Generator().manual_seed(1)

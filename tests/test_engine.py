@@ -80,11 +80,11 @@ def questions(n):
 
 
 def enlarge(policy, seed):
-    """A large random change of the adapter."""
+    """Make the adapter large and random, another one for each seed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in policy.parameters:
-            p += torch.randn(p.shape, generator=generator) * 0.05
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.1)
 
 
 def ids(groups):
@@ -171,11 +171,11 @@ def test_one_at_a_time_gives_the_same_ids(made):
         group = rollout.Group(question, [rollout.Trajectory() for _ in range(2)])
         for sample, trajectory in enumerate(group.trajectories):
             engine.begin(4)
-            engine._finish(Echo(policy.tokenizer), [rollout.Episode(question, trajectory, sample)], False, None)
+            engine._finish(Echo(policy.tokenizer), [rollout.Rollout(question, trajectory, sample)], False, None)
         alone.append(group)
     assert ids(alone) == ids(together)
     worst = (packed(alone).sampler - packed(together).sampler).abs().max()
-    assert float(worst) < 2e-5
+    assert float(worst) < 1e-4  # other batch sizes, other kernels: the ids are the same, the last digits are not
 
 
 def test_a_queue_that_overfills_prefill_changes_nothing(made):

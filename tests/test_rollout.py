@@ -49,7 +49,7 @@ def play(script, count=1, golds=("Bo Hale",), tool=None, greedy=False, **changes
     engine = Scripted(script, **changes)
     task = tasks.SearchQA(engine.args, TOKENIZER, [], [], tool or Search(DOCUMENTS, 1))
     group = Group(Question("q", "Who leads the firm of Ada Cole?", list(golds)), [Trajectory() for _ in range(count)])
-    episodes = [rollout.Episode(group.question, t, i) for i, t in enumerate(group.trajectories)]
+    episodes = [rollout.Rollout(group.question, t, i) for i, t in enumerate(group.trajectories)]
     ended = []
     rollout.Loop(engine, task, greedy).run(episodes, lambda: ended.append(1))
     assert len(ended) == count
@@ -196,7 +196,7 @@ def test_every_request_has_its_own_seed_and_the_schedule_does_not_enter():
     seeds = lambda engine: {tuple(seen.id.split("/")[:3]): seen.seed for seen in engine.seen}  # noqa: E731
     assert seeds(slow) == seeds(fast)
     assert len(set(seeds(slow).values())) == 24
-    episode, found = rollout.Episode(Question("q", "", []), Trajectory(), 0), []
+    episode, found = rollout.Rollout(Question("q", "", []), Trajectory(), 0), []
     for changes, step, phase in (
         (dict(seed=1), 1, 1),
         (dict(seed=2), 1, 1),
@@ -221,7 +221,7 @@ def test_a_rollout_can_start_from_earlier_turns():
     fork = Trajectory(turns=t.turns[:1])
     engine = Scripted(two_hops)
     task = tasks.SearchQA(engine.args, TOKENIZER, [], [], Search(DOCUMENTS, 1))
-    rollout.Loop(engine, task, False).run([rollout.Episode(Question("q", "", ["Bo Hale"]), fork, 0)], lambda: None)
+    rollout.Loop(engine, task, False).run([rollout.Rollout(Question("q", "", ["Bo Hale"]), fork, 0)], lambda: None)
     assert engine.seen[0].ids == t.turns[1].context_ids
     assert (fork.outcome, len(fork.turns), len(t.turns)) == (1.0, 3, 3)
 
