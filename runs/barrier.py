@@ -17,7 +17,7 @@ from common import rollout, run, tasks
 from common.policy import Policy
 from train_grpo import Args
 
-PAIRS, MEAN = 5, 0.25
+PAIRS, MEAN = 7, 0.25
 
 
 class FourTurns(tasks.SearchQA):
@@ -28,7 +28,7 @@ class FourTurns(tasks.SearchQA):
         return tasks.Action("search", action.text if action else text)
 
     def run_tool(self, tool, text):
-        time.sleep(random.Random(text).expovariate(1 / MEAN))
+        time.sleep(next(self.waits))
         return self.search(text)
 
 
@@ -53,7 +53,14 @@ class BarrierLoop(rollout.Loop):
         self.tools = BarrierTools(self, task, engine.args.tool_workers, engine.args.tool_timeout)
 
 
-def timed(engine, task, questions, loop):
+def waits(seed):
+    """The same exponential waits for both sides of a pair: the n-th call waits the n-th one."""
+    rng = random.Random(seed)
+    return iter([rng.expovariate(1 / MEAN) for _ in range(1000)])
+
+
+def timed(engine, task, questions, loop, pair):
+    task.waits = waits(pair)
     rollout.Loop, kept = loop, rollout.Loop
     engine.begin(1)
     start = time.monotonic()
@@ -73,11 +80,12 @@ def main():
     task = FourTurns(args, plain.tokenizer, plain.train, plain.held_out, plain.search)
     questions = task.train[:4]
     continuous = rollout.Loop
-    timed(engine, task, questions, continuous)  # warm-up
+    for loop in (BarrierLoop, continuous):  # warm-up
+        timed(engine, task, questions, loop, -1)
     ratios, seconds = [], []
-    for _ in range(PAIRS):
-        with_barrier, ids = timed(engine, task, questions, BarrierLoop)
-        without, same = timed(engine, task, questions, continuous)
+    for pair in range(PAIRS):
+        with_barrier, ids = timed(engine, task, questions, BarrierLoop, pair)
+        without, same = timed(engine, task, questions, continuous, pair)
         assert ids == same, "the schedule changed a sample"
         ratios.append(with_barrier / without)
         seconds.append((with_barrier, without))
