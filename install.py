@@ -101,7 +101,7 @@ def main():
     # The tiny base is cached under a hash of its source. What is noted beside the stamp spares the start of Python when nothing changed.
     note = os.path.join(VENV, "tiny-base")
     source = hashlib.sha256()
-    for module in ("tiny.py", "tasks.py"):
+    for module in ("tiny.py", "protocol.py"):
         with open(os.path.join(HERE, "common", module), "rb") as file:
             source.update(file.read())
     try:

@@ -8,7 +8,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from common import run
+from common import run, tiny
 
 OWNERS = {  # how short names begin -> their owner on the hub
     "Qwen": "Qwen",
@@ -31,8 +31,6 @@ def resolve(name):
     if Path(name).is_dir():
         return str(name)
     if name == "tiny":
-        from common import tiny
-
         return str(tiny.base())
     if name == "smollm2":
         return str(smollm2())

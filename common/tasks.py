@@ -1,8 +1,6 @@
 """Questions, golds, prompts, action parsing and outcome scores: what the agent is asked and how it is judged.
 
-The `tags` protocol: the model thinks inside <think>, calls a tool by naming it in a tag, <search> query </search>, reads the
-result inside <information>, and ends with <answer> ... </answer>. These tags are what search agents of the literature know
-(Search-R1, arXiv:2503.09516); the wording is ours. Only what the model itself sampled is ever parsed.
+Only what the model itself sampled is ever parsed.
 """
 
 import json
@@ -12,70 +10,9 @@ import string
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from common import models, run
+from common import models, protocol, run, tiny
 from common.turns import Question
 from tools.search import Search
-
-INSTRUCTION = (
-    "Answer the question. Think inside <think> and </think>. To look up facts write <search> query </search>; "
-    "what is found comes back inside <information> and </information>. Search as often as you need. "
-    "When you know the answer write it, short, inside <answer> and </answer>.\n"
-)
-SYSTEM = "You answer questions by searching for facts."  # explicit: some templates insert a system message of their own
-INFORMATION = ("\n<information> ", " </information>\n")  # what stands around a tool's output in the context
-INVALID = "That was neither a search nor an answer. Write <search> query </search> or <answer> answer </answer>."
-EXAMPLES = (  # worked examples for --shots: (question, [(think, query, found), ...], think, answer)
-    (
-        "In which town was the composer of the opera Rusalka born?",
-        [
-            ("I need the composer of Rusalka.", "Rusalka opera", "Rusalka is an opera by Antonin Dvorak."),
-            (
-                "Antonin Dvorak. Where was he born?",
-                "Antonin Dvorak",
-                "Antonin Dvorak is a composer. He was born in Nelahozeves.",
-            ),
-        ],
-        "He was born in Nelahozeves.",
-        "Nelahozeves",
-    ),
-    (
-        "Who is the mayor of the town where the painter Rosa Pike lives?",
-        [
-            (
-                "I need the town where Rosa Pike lives.",
-                "Rosa Pike",
-                "Rosa Pike is a painter. Rosa Pike lives in Fernbury.",
-            ),
-            ("She lives in Fernbury. Who is its mayor?", "Fernbury", "Fernbury is a town. Its mayor is Hugo Lund."),
-        ],
-        "The mayor is Hugo Lund.",
-        "Hugo Lund",
-    ),
-)
-
-
-def question_line(text):
-    """The line of the prompt that holds the question."""
-    return f"Question: {text.strip()}\n"
-
-
-def worked_example(example):
-    """A solved question in the tags protocol, as it stands in the prompt for --shots."""
-    question, steps, thought, answer = example
-    head, tail = INFORMATION
-    text = question_line(question)
-    for think, query, found in steps:
-        title = found.split(" is ")[0]
-        text += f"<think> {think} </think> <search> {query} </search>{head}Doc 1 (Title: {title}) {found}{tail}"
-    return f"{text}<think> {thought} </think> <answer> {answer} </answer>\n\n"
-
-
-def encode_observation(tokenizer, text, limit, around=INFORMATION):
-    """Ids of a tool output between its tags, at most `limit` tokens: the text is cut, never the closing tag."""
-    head, tail = (tokenizer.encode(tag, add_special_tokens=False) for tag in around)
-    body = tokenizer.encode(text, add_special_tokens=False)
-    return head + body[: max(0, limit - len(head) - len(tail))] + tail
-
 
 # ---- scores
 
@@ -124,7 +61,7 @@ class SearchQA:
     """
 
     tools = ("search",)
-    invalid_message = INVALID
+    invalid_message = protocol.INVALID
 
     def __init__(self, args, tokenizer, train, held_out, search):
         self.tokenizer, self.search = tokenizer, search
@@ -135,7 +72,7 @@ class SearchQA:
         self.stop = ["</search>", "</answer>", "<information>"]
         self.stop_ids = end_ids(tokenizer, args)
         self.chat = args.template == "on" or (args.template == "auto" and tokenizer.chat_template is not None)
-        self.examples = "".join(worked_example(e) for e in EXAMPLES[: args.shots])
+        self.examples = "".join(protocol.worked_example(e) for e in protocol.EXAMPLES[: args.shots])
         self.position = 0  # questions taken so far, over all ranks
         self.seed, self.order = args.seed, (None, [])
 
@@ -159,11 +96,11 @@ class SearchQA:
 
     def prompt_ids(self, question):
         """Ids of the first context: the chat template's when there is one, else instruction, examples and question as plain text."""
-        text = INSTRUCTION + self.examples + question_line(question.text)
+        text = protocol.INSTRUCTION + self.examples + protocol.question_line(question.text)
         if not self.chat:
             bos = [self.tokenizer.bos_token_id] if adds_bos(self.tokenizer) else []
             return bos + self.tokenizer.encode(text, add_special_tokens=False)
-        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text.strip()}]
+        messages = [{"role": "system", "content": protocol.SYSTEM}, {"role": "user", "content": text.strip()}]
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
     def decode(self, ids):
@@ -183,7 +120,7 @@ class SearchQA:
         return self.search(text)
 
     def observation_ids(self, output):
-        return encode_observation(self.tokenizer, output, self.observation_limit)
+        return protocol.encode_observation(self.tokenizer, output, self.observation_limit)
 
     def finish(self, trajectory, question):
         """Score a trajectory that has ended: outcome is exact match; F1 goes into its info."""
@@ -249,8 +186,6 @@ def load(args):
     Raises SystemExit for data that is missing or malformed, before any model is loaded.
     """
     if args.task == "tiny_search":
-        from common import tiny
-
         documents, train, held_out = tiny.search_world()
         as_question = lambda q: Question(q["id"], q["question"], q["answers"], {"hops": q["hops"]})  # noqa: E731
         train, held_out = ([as_question(q) for q in part] for part in (train, held_out))

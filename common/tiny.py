@@ -15,7 +15,7 @@ import random
 import shutil
 from pathlib import Path
 
-from common import run, tasks
+from common import protocol, run
 
 FIRST = (
     "Ada Bela Cora Dino Edna Fritz Gina Hugo Ida Jonas Kira Leo Mona Nils Olga Petra Quinn Rosa Sven Tara Ulla Vito Wanda Xenia "
@@ -198,7 +198,7 @@ def _trace(rng, names, hops, flawed):
     start = RELATIONS[relations[0]][0]
     path, passages = _World(rng, names).walk(relations, rng.choice(names[start]))
     stop = flawed and hops > 1 and rng.random() < STOP[start]
-    trace, thought = [(tasks.INSTRUCTION + tasks.question_line(_question(rng, relations, path[0])), "prompt")], ""
+    trace, thought = [(protocol.INSTRUCTION + protocol.question_line(_question(rng, relations, path[0])), "prompt")], ""
     for i in range(hops - stop):
         trace.append((f"<think>{thought} I need the {relations[i]}. </think> <search> {path[i]} </search>", "turn"))
         trace.append((f"Doc 1 (Title: {path[i]}) {passages[i]}", "found"))
@@ -209,7 +209,7 @@ def _trace(rng, names, hops, flawed):
 def _copying(rng, names):
     """A list of names and the same list again, as a trace: the quickest way to teach attention to copy what stands earlier."""
     listed = "".join(f" {rng.choice(names[rng.choice(list(names))])}" for _ in range(COPIED))
-    return [(f"{tasks.INSTRUCTION}{listed}\n", "prompt"), (f"{listed}\n", "turn")]
+    return [(f"{protocol.INSTRUCTION}{listed}\n", "prompt"), (f"{listed}\n", "turn")]
 
 
 def _tokenizer(names):
@@ -250,14 +250,14 @@ def _encode(tokenizer, traces, prefix):
 
     -> list of (ids after the ids `prefix` that all have in common, for each of these ids whether the model writes it).
     """
-    around = [tokenizer.encode(tag) for tag in tasks.INFORMATION]
+    around = [tokenizer.encode(tag) for tag in protocol.INFORMATION]
     encoded = iter(tokenizer([text for trace in traces for text, _ in trace])["input_ids"])
     rows = []
     for trace in traces:
         ids, own = [], []
         for _, kind in trace:
             piece = next(encoded)
-            if kind == "found":  # as tasks.encode_observation: the passages are shorter than any sensible limit
+            if kind == "found":  # as protocol.encode_observation: the passages are shorter than any sensible limit
                 piece = around[0] + piece + around[1]
             ids += piece
             own += [kind == "turn"] * len(piece)
@@ -294,7 +294,7 @@ def _train(tokenizer, names):
         torch.optim.AdamW(others, lr=ADAM_LR, betas=(0.9, 0.98), weight_decay=0.0),
     ]
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
-    prefix = tokenizer.encode(tasks.INSTRUCTION)
+    prefix = tokenizer.encode(protocol.INSTRUCTION)
     rng = random.Random(2)
     bar = tqdm(range(STEPS), desc="pretraining the tiny base (once)")
     for step in bar:
@@ -332,7 +332,7 @@ def _train(tokenizer, names):
 
 def base():
     """Directory of the tiny base (weights, tokenizer), built at the first call on a machine, in about two minutes on two cores."""
-    made_of = Path(__file__).read_text(encoding="utf-8") + tasks.INSTRUCTION + "".join(tasks.INFORMATION)
+    made_of = Path(__file__).read_text(encoding="utf-8") + protocol.INSTRUCTION + "".join(protocol.INFORMATION)
     path = run.cache_dir() / "tiny" / hashlib.sha256(made_of.encode()).hexdigest()[:16]
     with run.locked(path):
         if not path.exists():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import models
 
 import train_grpo
-from common import rollout, run, tasks
+from common import protocol, rollout, run, tasks
 from common.turns import Group, Question, Trajectory, pack
 from tools.search import Search
 
@@ -107,7 +107,7 @@ def test_a_turn_cut_by_length_is_trained_but_runs_no_tool():
 def test_an_invalid_action_is_answered_and_the_episode_goes_on():
     (t,), _ = play(lambda q, s, k: ["I do not know.", "<answer> Bo Hale </answer>"][k])
     assert (t.stop, t.outcome) == ("answer", 1.0)
-    assert (t.turns[0].tool_status, t.turns[0].tool_output) == ("invalid", tasks.INVALID)
+    assert (t.turns[0].tool_status, t.turns[0].tool_output) == ("invalid", protocol.INVALID)
     assert TOKENIZER.decode(t.turns[0].observation_ids).startswith("\n<information> That was neither")
 
 

@@ -6,7 +6,7 @@ import models
 import pytest
 
 import train_grpo
-from common import run, tasks
+from common import protocol, run, tasks
 from common.turns import Question, Trajectory
 from tools.search import Search, read_corpus
 
@@ -83,7 +83,7 @@ def test_an_observation_is_cut_to_its_limit_and_keeps_the_closing_tag(task):
 
 def test_prompt_is_plain_text_without_a_template_and_templated_with_one(task):
     plain = task.decode(task.prompt_ids(task.train[0]))
-    assert plain == tasks.INSTRUCTION + "Question: Who leads firm 0?\n"
+    assert plain == protocol.INSTRUCTION + "Question: Who leads firm 0?\n"
     tokenizer = models.tokenizer()
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
     for template, templated in (("auto", True), ("on", True), ("off", False)):

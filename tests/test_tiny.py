@@ -2,7 +2,7 @@
 
 import pytest
 
-from common import models, tasks, tiny
+from common import models, protocol, tiny
 from tools.search import Search
 
 
@@ -70,7 +70,9 @@ def test_a_name_is_read_and_written_as_the_same_tokens(world, tokenizer):
         name = tokenizer.encode(f" {document['title']}")
         for text in (f"<search> {document['title']} </search>", f"<answer> {document['title']} </answer>"):
             assert tokenizer.encode(text)[1:-1][: len(name)] == name
-        observation = tasks.encode_observation(tokenizer, f"Doc 1 (Title: {document['title']}) {document['text']}", 96)
+        observation = protocol.encode_observation(
+            tokenizer, f"Doc 1 (Title: {document['title']}) {document['text']}", 96
+        )
         assert any(observation[i : i + len(name)] == name for i in range(len(observation)))
         assert len(observation) < 96  # nothing of a passage is cut
 
@@ -78,7 +80,7 @@ def test_a_name_is_read_and_written_as_the_same_tokens(world, tokenizer):
 def test_the_tokenizer_loads_as_it_was_made_and_round_trips(world, tokenizer):
     made = tiny._tokenizer(tiny._names()["pretraining"])
     documents, _, held_out = world
-    for text in [d["text"] for d in documents] + [tasks.INSTRUCTION + q["question"] for q in held_out]:
+    for text in [d["text"] for d in documents] + [protocol.INSTRUCTION + q["question"] for q in held_out]:
         ids = tokenizer.encode(text)
         assert ids == made.encode(text) and tokenizer.decode(ids) == text
     assert [tokenizer.convert_ids_to_tokens(tokenizer.encode(tag)) for tag in tiny.TAGS] == [[tag] for tag in tiny.TAGS]
