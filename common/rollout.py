@@ -25,7 +25,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from common import cpu_build, run
-from common.turns import Group, Trajectory, Turn
+from common.turns import Group, Question, Trajectory, Turn, pack
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM accepts as max_lora_rank
 WATCHDOG = 60.0  # seconds without a finished generation or tool call before a line says what is awaited
@@ -130,10 +130,9 @@ class Engine:
         if self.args.sleep == "full":
             self.llm.sleep(level=1)  # never level 2: with LoRA it leaves the adapter's buffers undefined
         else:
-            for _ in range(
-                2
-            ):  # flushes finished ids and what asynchronous scheduling left in flight: the release below refuses both
-                self.llm.llm_engine.step()
+            # Two idle steps flush finished ids and what asynchronous scheduling left in flight: the release refuses both.
+            self.llm.llm_engine.step()
+            self.llm.llm_engine.step()
             self.llm.sleep(level=0)
             self.llm.release_kv_cache_memory()
         self.asleep = True
@@ -206,8 +205,6 @@ class Engine:
 
         Returns the mean absolute difference. Raises SystemExit beyond 1e-3 in float32, 0.05 in bf16 or 4-bit (warns above 0.02).
         """
-        from common.turns import Question, pack
-
         exact = policy.dtype == torch.float32 and not self.args.load_4bit
         limit = 1e-3 if exact else 0.05
         with policy.canary():
@@ -243,7 +240,6 @@ class Probe:
 
     texts = ("The quick brown fox jumps over the lazy dog and", "Question: where is the town of the river? Answer:")
     stop, stop_ids, max_turns, max_turn_tokens = [], [], 1, 16
-    observation_limit = 0
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
@@ -315,7 +311,7 @@ class Loop:
         while ready:
             rollout = ready.popleft()
             room = self.engine.limit - len(rollout.context)
-            if room < 1 or not rollout.context:
+            if room < 1:
                 rollout.trajectory.stop = "context"
                 self.task.finish(rollout.trajectory, rollout.question)
                 ended += 1

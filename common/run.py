@@ -9,6 +9,7 @@ import fcntl
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import math
 import os
 import platform
@@ -71,6 +72,9 @@ def parse(Args, argv=None):
     """The script's arguments by tyro; an embedded model's preset fills in what was not given. Raises SystemExit for what cannot work."""
     import tyro
 
+    # Both are read when the library is first imported; else they warn of NUMA nodes and of an optional kernel in every run.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     argv = sys.argv[1:] if argv is None else argv
     model = next((f.default for f in dataclasses.fields(Args) if f.name == "model"), "")
     for i, word in enumerate(argv):
