@@ -408,7 +408,7 @@ class Log:
             if args.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
-                writer = SummaryWriter(str(self.folder / "tensorboard"))
+                writer = SummaryWriter(str(self.folder / "tensorboard"), flush_secs=10)
                 self.mirrors.append(lambda line: [writer.add_scalar(k, v, line["step"]) for k, v in line.items()])
 
     def steps(self):

@@ -60,7 +60,6 @@ class SearchQA:
     prompt_ids, parse, run_tool, observation_ids, finish     what the rollout loop asks
     """
 
-    tools = ("search",)
     invalid_message = protocol.INVALID
 
     def __init__(self, args, tokenizer, train, held_out, search):
@@ -187,8 +186,10 @@ def load(args):
     """
     if args.task == "tiny_search":
         documents, train, held_out = tiny.search_world()
-        as_question = lambda q: Question(q["id"], q["question"], q["answers"], {"hops": q["hops"]})  # noqa: E731
-        train, held_out = ([as_question(q) for q in part] for part in (train, held_out))
+        train, held_out = (
+            [Question(q["id"], q["question"], q["answers"], info={"hops": q["hops"]}) for q in part]
+            for part in (train, held_out)
+        )
         search = Search(documents, args.topk)
     elif args.task.endswith(".jsonl"):
         if not args.corpus:

@@ -158,6 +158,13 @@ def test_a_bad_question_file_is_named_with_its_line(tmp_path, lines, words):
     assert path in str(stopped.value)
 
 
+def test_the_embedded_task_holds_out_what_it_is_asked_to(make_args):
+    task = tasks.load(make_args(task="tiny_search", eval_questions=200, limit=50))
+    assert (len(task.held_out), len(task.train)) == (200, 50)
+    assert {q.info["hops"] for q in task.held_out} == {1, 2, 3} and {q.draw for q in task.held_out} == {0}
+    assert not {q.text for q in task.train} & {q.text for q in task.held_out}
+
+
 def test_a_task_without_its_files_is_refused_with_a_way_out(tmp_path, make_args):
     path = write(
         tmp_path / "q.jsonl", {"question": "Who?", "answers": ["Bo"]}, {"question": "Where?", "answers": ["Bo"]}
