@@ -425,9 +425,13 @@ class Log:
     def peak(self, key, value):
         self.peaks[key] = max(self.peaks.get(key, -math.inf), float(value))
 
+    @contextlib.contextmanager
     def timed(self, key):
         """A block whose seconds are added to time/<key> (of the slowest rank)."""
-        return _Timed(self, f"time/{key}")
+        start = time.monotonic()
+        yield
+        seconds, _ = self.sums.get(f"time/{key}", (0.0, 1.0))
+        self.sums[f"time/{key}"] = seconds + time.monotonic() - start, 1.0
 
     def rollouts(self, groups, advantages):
         """Measure the groups of a phase and what each turn was credited with."""
@@ -611,15 +615,3 @@ def sample(step, kind, question, number, trajectory, adv_K):
         "info": trajectory.info,
         "turns": turns,
     }
-
-
-class _Timed:
-    def __init__(self, log, key):
-        self.log, self.key = log, key
-
-    def __enter__(self):
-        self.start = time.monotonic()
-
-    def __exit__(self, *_):
-        seconds, _ = self.log.sums.get(self.key, (0.0, 1.0))
-        self.log.sums[self.key] = seconds + time.monotonic() - self.start, 1.0
