@@ -194,6 +194,15 @@ def test_search_finds_by_title_and_text_and_repeats_itself():
     assert search("") == search("zzz") == search("the") == "Nothing found."
 
 
+def test_threads_find_the_same():
+    from concurrent.futures import ThreadPoolExecutor
+
+    search = Search(DOCUMENTS, 2)
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(search, ["Nova Labs", "Ada Cole", "zzz"] * 200))
+    assert found == [search("Nova Labs"), search("Ada Cole"), search("zzz")] * 200
+
+
 def test_the_index_is_cached_by_content(tmp_path, monkeypatch):
     monkeypatch.setenv("TURNWISE_CACHE", str(tmp_path))
     path = write(tmp_path / "c.jsonl", *DOCUMENTS)

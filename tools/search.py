@@ -39,7 +39,7 @@ class Search:
 
         self.documents = corpus if isinstance(corpus, list) else read_corpus(corpus)
         self.topk = min(topk, len(self.documents))
-        self.bm25s, self.stemmer = bm25s, Stemmer.Stemmer("english")
+        self.bm25s, self.new_stemmer = bm25s, Stemmer.Stemmer
         content = json.dumps([bm25s.__version__, self.documents]).encode()
         index = run.cache_dir() / "bm25" / hashlib.sha256(content).hexdigest()[:16]
         with run.locked(index):
@@ -54,7 +54,8 @@ class Search:
         self.index = bm25s.BM25.load(index, mmap=True)
 
     def _tokenize(self, texts):
-        return self.bm25s.tokenize(texts, stopwords="en", stemmer=self.stemmer, show_progress=False)
+        # A stemmer must not be shared by threads; making one takes microseconds.
+        return self.bm25s.tokenize(texts, stopwords="en", stemmer=self.new_stemmer("english"), show_progress=False)
 
     def __call__(self, query):
         """query -> "Doc 1 (Title: ...) ...", one line a document; a query without a known word finds nothing."""
