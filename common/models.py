@@ -46,9 +46,16 @@ def resolve(name):
 
 
 def load_tokenizer(path):
+    """The tokenizer of a resolved model: the first that is asked of a hub. Raises SystemExit when it cannot be had."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path)
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise SystemExit(
+            f"--model {path}: its tokenizer could not be loaded ({str(error).splitlines()[0]}) Is the name right, the hub within "
+            "reach, and access granted (gated models: accept the licence there, then `hf auth login`)?"
+        ) from None
 
 
 def smollm2():

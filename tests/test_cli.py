@@ -105,6 +105,23 @@ def test_every_departure_is_marked_where_it_happens_and_explained_in_the_docstri
     assert marked == explained == {1, 2, 3}
 
 
+def test_a_model_that_cannot_be_loaded_is_one_sentence(tmp_path, monkeypatch):
+    from transformers import AutoTokenizer
+
+    from common import models
+
+    with pytest.raises(SystemExit, match="its tokenizer could not be loaded"):
+        models.load_tokenizer(str(tmp_path))  # an empty folder
+
+    def unreachable(path):
+        raise OSError("We couldn't connect to the hub.\nAnd much more.")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", unreachable)
+    with pytest.raises(SystemExit, match="Qwen/Qwen2.5-3B: .*We couldn't connect to the hub") as stopped:
+        models.load_tokenizer("Qwen/Qwen2.5-3B")
+    assert "\n" not in str(stopped.value)
+
+
 def test_smollm2_says_why_it_could_not_be_had(tmp_path, monkeypatch):
     import zipfile
     from types import SimpleNamespace
