@@ -58,9 +58,7 @@ class Policy:
                 bias="none",
                 task_type="CAUSAL_LM",
             )
-            self.model = get_peft_model(
-                base, lora
-            )  # LoRA stays in float32 over a bf16 base: small updates are not lost
+            self.model = get_peft_model(base, lora)  # in float32 also over a bf16 base: small updates are not lost
         if args.grad_checkpoint:
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for module in self.model.modules():

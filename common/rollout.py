@@ -42,7 +42,6 @@ class Engine:
 
     def __init__(self, policy, args):
         self.args, self.cuda = args, policy.device.type == "cuda"
-        self.limit = args.max_context
         self.asleep = False
         self.version, self.request, self.loaded = 0, None, 0
         self.step, self.phase = 0, 0
@@ -64,7 +63,7 @@ class Engine:
 
         rank = policy.lora_rank
         if rank > LORA_RANKS[-1]:
-            raise SystemExit(f"--lora_rank {rank}: the engine takes adapters of rank {LORA_RANKS[-1]} at most.")
+            raise SystemExit(f"--adapter of rank {rank}: the engine takes adapters of rank {LORA_RANKS[-1]} at most.")
         share = -(-args.questions // run.world_size()) * args.group
         options = dict(
             model=policy.path,
@@ -296,7 +295,7 @@ class Loop:
                 for request_id, ids, logps, reason in self.engine.advance():
                     rollout = self.generating.pop(request_id)
                     events += 1
-                    if self._acted(rollout, ids, logps, reason):
+                    if self._acted(rollout, ids, logps, reason, ready):
                         left -= 1
                         on_end()
             for rollout, output, status in self.tools.answered(wait=not self.generating and not ready):
@@ -310,7 +309,7 @@ class Loop:
         ended = 0
         while ready:
             rollout = ready.popleft()
-            room = self.engine.limit - len(rollout.context)
+            room = self.args.max_context - len(rollout.context)
             if room < 1:
                 rollout.trajectory.stop = "context"
                 self.task.finish(rollout.trajectory, rollout.question)
@@ -338,8 +337,8 @@ class Loop:
         key = (self.args.seed, self.engine.step, self.engine.phase, question.id, question.draw, rollout.sample, turn)
         return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest()[:7], "big")
 
-    def _acted(self, rollout, ids, logps, reason):
-        """Record a turn. Returns True when the trajectory has ended; otherwise its tool is on the way."""
+    def _acted(self, rollout, ids, logps, reason, ready):
+        """Record a turn. Returns True when the trajectory has ended; otherwise its tool is on the way, or it is ready again."""
         trajectory, task = rollout.trajectory, self.task
         turn = Turn(rollout.context, ids, logps, task.decode(ids))
         trajectory.turns.append(turn)
@@ -347,10 +346,10 @@ class Loop:
         action = None if cut else task.parse(turn.text)
         last = len(trajectory.turns) >= task.max_turns
         if cut:  # trained as it was sampled, but half a tool call is not run
-            full = len(rollout.context) + len(ids) >= self.engine.limit
+            full = len(rollout.context) + len(ids) >= self.args.max_context
             trajectory.stop = "context" if full else "length"
         elif action is None:
-            turn.tool_status = "invalid"
+            turn.tool_status = "invalid"  # also of a last turn, which is not answered any more
             trajectory.stop = "invalid" if last else ""
         elif action.tool is None:
             trajectory.answer = action.text
@@ -362,7 +361,8 @@ class Loop:
             task.finish(trajectory, rollout.question)
             return True
         if action is None:
-            self.tools.say(rollout, task.invalid_message, "invalid")
+            self._observed(rollout, task.invalid_message, "invalid")
+            ready.append(rollout)
         else:
             self.tools.call(rollout, turn.tool, turn.tool_input)
         return False
@@ -398,12 +398,6 @@ class Tools:
         self.waiting, self.done = deque(), queue.SimpleQueue()
         self.calls = {}  # number -> (rollout, tool, input, started)
         self.number = 0
-
-    def say(self, rollout, output, status):
-        """An observation that needs no tool."""
-        self.number += 1
-        self.calls[self.number] = (rollout, "", "", time.monotonic())
-        self.done.put((self.number, output, status))
 
     def call(self, rollout, tool, text):
         self.waiting.append((rollout, tool, text))

@@ -69,7 +69,7 @@ class SearchQA:
         self.observation_limit = args.max_observation_tokens
         # A closing action tag ends a generation, and so does an information tag: the model does not write its own observations.
         self.stop = ["</search>", "</answer>", "<information>"]
-        self.stop_ids = end_ids(tokenizer, args)
+        self.stop_ids = end_ids(tokenizer)
         self.chat = args.template == "on" or (args.template == "auto" and tokenizer.chat_template is not None)
         self.examples = "".join(protocol.worked_example(e) for e in protocol.EXAMPLES[: args.shots])
         self.position = 0  # questions taken so far, over all ranks
@@ -107,9 +107,8 @@ class SearchQA:
 
     def parse(self, text):
         """The first complete action in a generation's own text, or None."""
-        found = re.search(
-            r"<(search|answer)>((?:(?!<\1>).)*?)</\1>", text, re.DOTALL
-        )  # from the last opening tag before the closing one
+        # From the last opening tag before the closing one: a tag that is only mentioned must not begin the query.
+        found = re.search(r"<(search|answer)>((?:(?!<\1>).)*?)</\1>", text, re.DOTALL)
         if not found:
             return None
         kind, inner = found[1], found[2].strip()
@@ -132,7 +131,7 @@ def adds_bos(tokenizer):
     return tokenizer.bos_token_id is not None and tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]
 
 
-def end_ids(tokenizer, args):
+def end_ids(tokenizer):
     """Every id that ends a message: the tokenizer's, the generation config's, and the end-of-message tokens of common templates."""
     from transformers import GenerationConfig
 
