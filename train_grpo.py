@@ -36,6 +36,8 @@ class Args:
     """tiny_search, or a JSONL file of {"question", "answers"} lines together with --corpus"""
     corpus: str = ""
     """JSONL file of documents {"id", "title", "text"} to search in"""
+    retriever: str = ""
+    """address of a Search-R1 compatible retrieval server to search with instead of a corpus, such as http://127.0.0.1:8000/retrieve"""
     topk: int = 3
     """documents a search returns"""
     limit: int = 0
@@ -46,12 +48,16 @@ class Args:
     """put the prompt through the tokenizer's chat template (auto: when it has one)"""
     out: str = ""
     """run directory (default: out/<script>-<model>-<task>-s<seed>)"""
+    resume: bool = False
+    """go on with the run in that directory where it stopped; what is not given here is as it was"""
     seed: int = 1
     """of adapter, data order and sampling"""
     steps: int = 200
     """rounds of sampling and training"""
     save_every: int = 50
-    """steps between saved adapters (0: only at the end)"""
+    """steps between checkpoints (0: only at the end); an evaluation better than all before it is saved too"""
+    keep: int = 1
+    """checkpoints kept: the last so many (0: all), and always the best by held-out exact match"""
     eval_every: int = 20
     """steps between greedy evaluations on held-out questions (0: only before and after)"""
     eval_questions: int = 200
@@ -204,7 +210,7 @@ def evaluate(engine, task, args, log, step):
 
 
 def main(args):
-    from common import show, tasks, turns  # here and not above: --help answers without torch
+    from common import checkpoint, show, tasks, turns  # here and not above: --help answers without torch
     from common.policy import Policy
     from common.rollout import Engine
 
@@ -212,12 +218,14 @@ def main(args):
     task = tasks.load(args)
     device = run.setup(args, __file__)
     policy = Policy(args, device)
+    log = run.Log(args)
+    saver = checkpoint.Saver(args, policy, task, log)  # --resume: all as it was after the last saved step
     engine = Engine(policy, args)
     engine.self_test(policy)
-    log = run.Log(args)
-    evaluate(engine, task, args, log, step=0)
-    log.write(0, task.position)
-    for step in log.steps():
+    if saver.done is None:
+        evaluate(engine, task, args, log, step=0)
+        saver.save(log.write(0, task.position))
+    for step in saver.steps():
         # ---- 2. rollout
         engine.begin(step)
         phases = collect(engine, task, args)
@@ -251,14 +259,11 @@ def main(args):
                         log.optim(policy.step(batch.lr_scale))
                 engine.publish(policy)
         # ---- 5. evaluate, log, save
-        last = step == args.steps
-        if last or (args.eval_every and step % args.eval_every == 0):
+        if step == args.steps or (args.eval_every and step % args.eval_every == 0):
             evaluate(engine, task, args, log, step)
-        log.write(step, task.position)
-        if last or (args.save_every and step % args.save_every == 0):
-            run.save_adapter(args, policy)
+        saver.save(log.write(step, task.position))
     show.summary(run.directory(args), policy.tokenizer)
 
 
 if __name__ == "__main__":
-    main(run.parse(Args))
+    run.launch(main, run.parse(Args))

@@ -1,5 +1,6 @@
 """From what --model says to files that trainer and engine load: a folder, a hub id, a short name, or an embedded model."""
 
+import contextlib
 import hashlib
 import os
 import subprocess
@@ -56,6 +57,33 @@ def load_tokenizer(path):
             f"--model {path}: its tokenizer could not be loaded ({str(error).splitlines()[0]}) Is the name right, the hub within "
             "reach, and access granted (gated models: accept the licence there, then `hf auth login`)?"
         ) from None
+
+
+def refuse_too_large(path, dtype, device):
+    """Stop before anything is loaded when a model cannot fit into the memory of a machine without a GPU."""
+    if device.type != "cpu":
+        return
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):  # shapes only
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    need, have = 2 * size * ranks / 2**30, memory_gb()
+    if need > have:
+        raise SystemExit(
+            f"--model {path}: its {sum(p.numel() for p in model.parameters()) / 1e9:.1f} billion parameters, held by trainer and engine, need "
+            f"{need:.0f} GiB, and this machine has {have:.0f} GiB and no GPU. What runs here: python train_grpo.py --model tiny --task tiny_search"
+        )
+
+
+def memory_gb():
+    """GiB of memory this process may use: the machine's, or less in a container."""
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with contextlib.suppress(OSError, ValueError):  # no limit reads as "max"
+        sizes.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(sizes) / 2**30
 
 
 def smollm2():

@@ -5,6 +5,8 @@ adapter's gradients cross the wire.
 """
 
 import contextlib
+import json
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,9 @@ class Policy:
         self.temperature, self.micro_tokens = args.temperature, args.micro_tokens
         self.lr, self.grad_clip = args.lr, args.grad_clip
         self.tokenizer = models.load_tokenizer(self.path)
+        models.refuse_too_large(self.path, self.dtype, self.device)
+        if args.adapter:
+            refuse_other_base(args.adapter, self.path)
         register_segment_attention()
         quantization = None
         if args.load_4bit:  # quantized as vLLM's plugin does it in flight: NF4, its constants quantized too
@@ -48,7 +53,7 @@ class Policy:
         refuse_unsupported(base, args.max_context)
         base.requires_grad_(False)
         if args.adapter:
-            self.model = PeftModel.from_pretrained(base, args.adapter, is_trainable=True)
+            self.model = load_adapter(base, args.adapter)
         else:
             lora = LoraConfig(
                 r=args.lora_rank,
@@ -170,9 +175,14 @@ class Policy:
                     if name in kept:
                         module.weight.copy_(kept[name])
 
-    def save_adapter(self, path):
-        """Write a normal PEFT adapter."""
-        self.model.save_pretrained(path, save_embedding_layers=False)
+    def adapter_state(self):
+        """A copy of the adapter in host memory: {name: tensor}."""
+        trained = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
+        return {name: p.detach().to("cpu", copy=True) for name, p in trained}
+
+    def save_adapter(self, path, state=None):
+        """Write a normal PEFT adapter: of the policy as it is, or of an earlier adapter_state()."""
+        self.model.save_pretrained(path, state_dict=state, save_embedding_layers=False)
 
 
 def pick_dtype(name, device):
@@ -187,6 +197,26 @@ def make_optimizer(name, parameters, lr):
 
         return bitsandbytes.optim.AdamW8bit(parameters, lr=lr, weight_decay=0.0)
     return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
+
+
+def refuse_other_base(adapter, path):
+    """Stop at start-up when an adapter was trained on another base: it may fit by its shapes and still make nonsense."""
+    base = json.loads((Path(adapter) / "adapter_config.json").read_text()).get("base_model_name_or_path")
+    if base and Path(base).name != Path(path).name:
+        raise SystemExit(
+            f"--adapter {adapter}: trained on {base}, not on {path}. If they are the same model under another name, change "
+            "base_model_name_or_path in its adapter_config.json."
+        )
+
+
+def load_adapter(base, adapter):
+    """The base with a saved adapter, ready to train on. Raises SystemExit when it does not fit."""
+    try:
+        return PeftModel.from_pretrained(base, adapter, is_trainable=True)
+    except (RuntimeError, ValueError, OSError) as error:  # of shapes, of layer names, of a missing file
+        raise SystemExit(
+            f"--adapter {adapter}: does not fit this base ({str(error).strip().splitlines()[-1]})"
+        ) from None
 
 
 def refuse_unsupported(base, max_context=0):

@@ -4,10 +4,10 @@ There is no turn barrier. Each trajectory goes on as soon as its own tool has an
 request carries a seed made of (run seed, step, phase, question, sample, turn), so the schedule cannot change a sample.
 """
 
-import atexit
 import contextlib
 import fcntl
 import hashlib
+import math
 import os
 import queue
 import random
@@ -26,8 +26,11 @@ from tqdm import tqdm
 
 from common import cpu_build, run
 from common.turns import Group, Question, Trajectory, Turn, pack
+from tools import Lost
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM accepts as max_lora_rank
+LONGEST_OUTPUT = 50_000  # characters of a tool output that are kept; far beyond any --max_observation_tokens
+HANGING = 64  # given up calls that still run, at which the tool is taken for lost: a thread cannot be ended
 WATCHDOG = 60.0  # seconds without a finished generation or tool call before a line says what is awaited
 
 
@@ -272,7 +275,9 @@ class Loop:
     def __init__(self, engine, task, greedy):
         self.engine, self.task, self.args = engine, task, engine.args
         self.temperature = 0.0 if greedy else engine.args.temperature
-        self.tools = Tools(task, engine.args.tool_workers, engine.args.tool_timeout)
+        # A client that waits for its server to come back keeps the time itself.
+        timeout = math.inf if getattr(task, "keeps_time", False) else engine.args.tool_timeout
+        self.tools = Tools(task, engine.args.tool_workers, timeout)
         self.generating = {}  # request id -> rollout
 
     def run(self, rollouts, on_end):
@@ -369,6 +374,9 @@ class Loop:
 
     def _observed(self, rollout, output, status):
         turn = rollout.trajectory.turns[-1]
+        output = str(output).encode(errors="replace").decode()  # a lone surrogate cannot be tokenized
+        if len(output) > LONGEST_OUTPUT:
+            output = f"{output[:LONGEST_OUTPUT]} [cut: {len(output)} characters]"
         turn.tool_output, turn.tool_status = output, status
         turn.observation_ids = self.task.observation_ids(output)
         rollout.context = turn.context_ids + turn.action_ids + turn.observation_ids
@@ -390,7 +398,7 @@ class Loop:
 class Tools:
     """Tool calls in daemon threads, so that one that hangs holds up neither the others nor the end of the program.
 
-    workers = 0 runs each call at once in the calling thread, without a time limit.
+    workers = 0 runs each call at once in the calling thread, without a time limit. tools.Lost ends the run.
     """
 
     def __init__(self, task, workers, timeout):
@@ -411,12 +419,24 @@ class Tools:
             if self.workers == 0:
                 self._work(self.number, tool, text)
             else:
-                threading.Thread(target=self._work, args=(self.number, tool, text), daemon=True).start()
+                self._thread(self.number, tool, text)
+
+    def _thread(self, *call):
+        threading.Thread(target=self._work, args=call, name="tool call", daemon=True).start()
+        running = sum(thread.name == "tool call" for thread in threading.enumerate())
+        if running > self.workers + HANGING:
+            raise SystemExit(
+                f"{running - len(self.calls)} calls of the tool hang and cannot be ended: it is out of order."
+            )
 
     def _work(self, number, tool, text):
         try:
             self.done.put((number, self.task.run_tool(tool, text), "ok"))
-        except Exception as error:  # an observation like any other: the trajectory goes on, and the failure is counted
+        except Lost as lost:
+            self.done.put((number, str(lost), "lost"))
+        except (
+            BaseException
+        ) as error:  # an observation like any other: the trajectory goes on, and the failure is counted
             self.done.put((number, f"Error: {type(error).__name__}: {error}", "error"))
 
     def answered(self, wait):
@@ -427,6 +447,8 @@ class Tools:
             while True:
                 number, output, status = self.done.get(block=block, timeout=0.05) if block else self.done.get_nowait()
                 block = False
+                if status == "lost":
+                    raise SystemExit(output)
                 if number in self.calls:  # not one that was given up
                     out.append((self.calls.pop(number)[0], output, status))
         for number, (rollout, _, _, started) in list(self.calls.items()):
@@ -460,7 +482,7 @@ class AdapterStore:
             self.lock = open(fresh / "lock", "w")
             fcntl.flock(self.lock, fcntl.LOCK_EX)
             folder = fresh.rename(parent / f"turnwise-{os.getuid()}-{os.getpid()}")
-            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            run.at_end(lambda: shutil.rmtree(folder, ignore_errors=True))
         else:
             folder = None
         self.folder = run.from_local_rank_0(folder)

@@ -3,8 +3,10 @@
 Light on import: neither torch nor vllm, so that --help and a wrong flag are answered at once.
 """
 
+import atexit
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import importlib.metadata
 import importlib.util
@@ -14,16 +16,24 @@ import math
 import os
 import platform
 import random
+import select
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PATIENCE = 600.0  # seconds that training waits for a disk that takes nothing
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS)  # what may pass
+ENDINGS = []  # what is done before the process ends
+FINISHING, STOPPING = threading.Lock(), threading.Event()
 CLAIMS = []  # open lock files of run directories; closed, and so released, when the process ends
 
 # Settings that make an embedded model a sensible run by itself: they become the parser's defaults, so an explicit flag wins. Shared
@@ -64,12 +74,44 @@ PRESETS = {
     ),
 }
 
+LIMITS = (  # argument, what must hold, what is said otherwise
+    ("group", lambda v: v >= 2, "a group needs at least 2 trajectories to compare"),
+    ("temperature", lambda v: v > 0, "sampling needs more than 0; evaluation is greedy by itself"),
+    ("questions", lambda v: v >= 1, "at least one question a step"),
+    ("steps", lambda v: v >= 1, "at least one step"),
+    ("max_turns", lambda v: v >= 1, "at least one generation"),
+    ("max_turn_tokens", lambda v: v >= 1, "at least one token a generation"),
+    ("max_observation_tokens", lambda v: v >= 16, "16 at least, the tags need most of them"),
+    ("lora_rank", lambda v: 1 <= v <= 512, "the engine takes adapters of rank 1 to 512"),
+    ("lora_alpha", lambda v: v > 0, "more than 0, or the adapter has no effect"),
+    ("shots", lambda v: 0 <= v <= 2, "there are 2 worked examples"),
+    ("epochs", lambda v: v >= 1, "at least one"),
+    ("minibatches", lambda v: v >= 1, "at least one"),
+    ("topk", lambda v: v >= 1, "at least one document a search"),
+    ("limit", lambda v: v >= 0, "0 (all) or a number of questions"),
+    ("gpu_memory", lambda v: 0 < v < 1, "a share between 0 and 1"),
+    ("tool_timeout", lambda v: v > 0, "more than 0 seconds"),
+    ("tool_workers", lambda v: v >= 0, "0 (one after the other) or a number of threads"),
+    ("eval_every", lambda v: v >= 0, "0 (only before and after) or a number of steps"),
+    ("save_every", lambda v: v >= 0, "0 (only at the end) or a number of steps"),
+    ("keep", lambda v: v >= 0, "0 (all) or a number of checkpoints"),
+    ("eval_questions", lambda v: v >= 1, "at least one: evaluation before and after is part of every run"),
+)
+# What may differ when a run is resumed: it changes where and how fast the run goes on, and not what is sampled or trained.
+MAY_CHANGE = (
+    *("out", "resume", "steps", "save_every", "keep", "eval_every", "retriever", "tool_workers", "tool_timeout"),
+    *("micro_tokens", "grad_checkpoint", "sleep", "gpu_memory", "wandb", "tensorboard"),
+)
+
 
 # ---- command line
 
 
 def parse(Args, argv=None):
-    """The script's arguments by tyro; an embedded model's preset fills in what was not given. Raises SystemExit for what cannot work."""
+    """The script's arguments by tyro. What is not given comes from the embedded model's preset or, with --resume, from the run itself.
+
+    Raises SystemExit for what cannot work.
+    """
     import tyro
 
     # Both are read when the library is first imported; else they warn of NUMA nodes and of an optional kernel in every run.
@@ -83,59 +125,57 @@ def parse(Args, argv=None):
         elif word.startswith("--model="):
             model = word.removeprefix("--model=")
     args = tyro.cli(Args, args=argv, use_underscores=True, default=Args(**PRESETS.get(model, {})))
+    if getattr(args, "resume", False):
+        folder = directory(args)
+        begun = begun_with(Args, folder)
+        args = tyro.cli(Args, args=argv, use_underscores=True, default=dataclasses.replace(begun, out=str(folder)))
+        changed = [
+            f"--{name} {getattr(begun, name)!r} -> {value!r}"
+            for name, value in vars(args).items()
+            if name not in MAY_CHANGE and value != getattr(begun, name)
+        ]
+        if changed:
+            raise SystemExit(f"--resume: {folder} would not go on as it began: {', '.join(changed)}. Leave these out.")
     check(args)
     return args
 
 
+def begun_with(Args, folder):
+    """The arguments the run in `folder` was started with. Raises SystemExit when there is none to go on with."""
+    try:
+        begun = json.loads((folder / "args.json").read_text())
+        return Args(**begun)
+    except (OSError, ValueError):
+        raise SystemExit(
+            f"--resume: no run in {folder}. Start it without --resume, or name its directory with --out."
+        ) from None
+    except TypeError:
+        unknown = sorted(set(begun) - {f.name for f in dataclasses.fields(Args)})
+        raise SystemExit(
+            f"--resume: {folder} was begun by another script or version: it has --{' --'.join(unknown)}."
+        ) from None
+
+
 def check(args):
-    """What can be known to be wrong before anything heavy is loaded, each with a way out."""
-    missing = [name for name in ("wandb", "tensorboard") if getattr(args, name) and not importlib.util.find_spec(name)]
-    for wrong, message in (
-        (args.group < 2, f"--group {args.group}: a group needs at least 2 trajectories to compare."),
-        (
-            args.temperature <= 0,
-            f"--temperature {args.temperature:g}: training needs to sample; evaluation is greedy by itself.",
-        ),
-        (args.questions < 1, f"--questions {args.questions}: at least one question a step."),
-        (args.steps < 1, f"--steps {args.steps}: at least one step."),
-        (args.max_turns < 1, f"--max_turns {args.max_turns}: at least one generation."),
-        (not 1 <= args.lora_rank <= 512, f"--lora_rank {args.lora_rank}: the engine takes adapters of rank 1 to 512."),
-        (not 0 <= args.shots <= 2, f"--shots {args.shots}: there are 2 worked examples."),
-        (args.max_turn_tokens < 1, f"--max_turn_tokens {args.max_turn_tokens}: at least one token a generation."),
-        (
-            args.max_observation_tokens < 16,
-            f"--max_observation_tokens {args.max_observation_tokens}: 16 at least, the tags need most of them.",
-        ),
-        (
-            args.adapter and not (Path(args.adapter) / "adapter_config.json").exists(),
-            f"--adapter {args.adapter}: no adapter_config.json there.",
-        ),
-        (missing, f"--{' --'.join(missing)}: not installed: .venv/bin/pip install {' '.join(missing)}"),
-        (args.epochs < 1, f"--epochs {args.epochs}: at least one."),
-        (
-            not 1 <= args.minibatches <= args.questions,
-            f"--minibatches {args.minibatches}: at least 1, and no more than --questions ({args.questions}), whose groups they share.",
-        ),
-        (args.topk < 1, f"--topk {args.topk}: at least one document a search."),
-        (args.limit < 0, f"--limit {args.limit}: 0 (all) or a number of questions."),
-        (args.lora_alpha <= 0, f"--lora_alpha {args.lora_alpha:g}: more than 0, or the adapter has no effect."),
-        (not 0 < args.gpu_memory < 1, f"--gpu_memory {args.gpu_memory:g}: a share between 0 and 1."),
-        (args.tool_timeout <= 0, f"--tool_timeout {args.tool_timeout:g}: more than 0 seconds."),
-        (
-            min(args.eval_every, args.save_every) < 0,
-            "--eval_every and --save_every: 0 (only at the end) or a number of steps.",
-        ),
-        (
-            args.eval_questions < 1,
-            "--eval_questions must be at least 1: evaluation before and after is part of every run.",
-        ),
-        (
-            not args.task,
-            "--task is missing: tiny_search (embedded), or a file questions.jsonl together with --corpus documents.jsonl.",
-        ),
-    ):
-        if wrong:
-            raise SystemExit(message)
+    """What can be known to be wrong before anything heavy is loaded, each with a way out. Looks at the fields the script has."""
+    given = vars(args)
+    for name, right, why in LIMITS:
+        if name in given and not right(given[name]):
+            raise SystemExit(f"--{name} {given[name]}: {why}.")
+    missing = [name for name in ("wandb", "tensorboard") if given.get(name) and not importlib.util.find_spec(name)]
+    if missing:
+        raise SystemExit(f"--{' --'.join(missing)}: not installed: .venv/bin/pip install {' '.join(missing)}")
+    if given.get("minibatches", 1) > given.get("questions", 1):
+        raise SystemExit(
+            f"--minibatches {args.minibatches}: no more than --questions ({args.questions}), whose groups they share."
+        )
+    if args.adapter and not args.resume and not (Path(args.adapter) / "adapter_config.json").exists():
+        raise SystemExit(f"--adapter {args.adapter}: no adapter_config.json there.")
+    if not args.task:
+        raise SystemExit(
+            "--task is missing: tiny_search (embedded), or a file questions.jsonl together with --corpus documents.jsonl "
+            "or --retriever http://host:port/retrieve."
+        )
 
 
 def cache_dir():
@@ -185,10 +225,103 @@ def say(text):
     tqdm.write(text, file=sys.stderr)
 
 
+def launch(main, args):
+    """Run a script's main. Whatever ends it (Ctrl-C, SIGTERM, an error, torchrun's death), what is finished is saved and nothing is left."""
+    _watch()
+    try:
+        main(args)
+    except SystemExit as stop:
+        finish(stop.code if isinstance(stop.code, int) else 1, stop.code)
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error))
+        if world_size() > 1:
+            text += f"This was rank {rank()}. If another rank ended first, its own message says why."
+        finish(1, text)
+    with FINISHING:  # not before another thread is done with it
+        pass
+
+
+def at_end(action):
+    """Have `action()` called when the process ends, in whatever way but kill -9; it may be called from another thread."""
+    ENDINGS.append(action)
+    atexit.register(action)
+
+
+def finish(code, text=None):
+    """End this process at once: say why, do what at_end was given, leave. The main thread may hang in a collective: it is not asked."""
+    if not FINISHING.acquire(blocking=False):
+        threading.Event().wait()  # another thread is at it
+    STOPPING.set()
+    if text:
+        say(str(text))
+    for action in ENDINGS:
+        try:
+            action()
+        except Exception as error:
+            say(f"{action.__qualname__}: {error!r}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _watch():
+    """Watch for signals in a thread of its own: the main thread may be in a collective that never returns."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, lambda *_: None)
+    parent = os.getppid()
+
+    def watch():
+        while True:
+            if select.select([reader], [], [], 1.0)[0]:
+                number = os.read(reader, 1)[0]
+                if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                    name = signal.Signals(number).name
+                    finish(128 + number, f"{name}: the step under way is dropped." if rank() == 0 else None)
+            elif "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != parent:
+                finish(1, "torchrun is gone: the step under way is dropped." if rank() == 0 else None)
+
+    threading.Thread(target=watch, name="signals", daemon=True).start()
+
+
+def patiently(what, action):
+    """Do what writes to disk. While that fails (disk full, quota, a file server away) training waits up to PATIENCE seconds."""
+    import safetensors
+
+    until = None
+    while True:
+        try:
+            return action()
+        except (OSError, safetensors.SafetensorError) as error:
+            if isinstance(error, OSError) and error.errno not in NO_ROOM:
+                raise
+            if until is None:
+                until = time.monotonic() + PATIENCE
+                say(f"{what} cannot be written ({error}). Training waits up to {PATIENCE:.0f} s for room.")
+            if time.monotonic() > until or STOPPING.wait(2.0):
+                raise
+
+
+def append(path, lines):
+    """Append lines to a file, whole or not at all."""
+    size = path.stat().st_size if path.exists() else 0
+
+    def write():
+        with open(path, "a", encoding="utf-8", errors="replace") as out:
+            out.truncate(size)  # what a failed attempt left
+            out.writelines(line + "\n" for line in lines)
+
+    patiently(path, write)
+
+
 def setup(args, script):
     """Process group, seeds, device and run directory. Returns the device of this rank.
 
-    Raises SystemExit when the run directory holds a run: nothing that was finished is overwritten.
+    Raises SystemExit when the run directory holds a run: nothing that was finished is overwritten. With --resume args.adapter becomes that
+    of the last checkpoint: the policy starts from it.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if world_size() == 1:  # what torchrun would have set
@@ -223,13 +356,13 @@ def setup(args, script):
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(args.seed)
     folder = directory(args)
-    if from_rank_0((taken(folder) or not claim(folder)) if rank() == 0 else None):
-        raise SystemExit(
-            f"{folder} exists, and a run is never overwritten. Give another --out or --seed, or move it away."
-        )
+    if wrong := from_rank_0(refusal(args, folder) if rank() == 0 else None):
+        raise SystemExit(wrong)
     if rank() == 0:
         write_header(args, Path(script).resolve(), folder)
     dist.barrier()
+    if args.resume and (last := last_checkpoint(folder)):
+        args.adapter = str(last / "adapter")
     return device
 
 
@@ -282,28 +415,54 @@ def gather(items):
 # ---- the run directory
 
 
+def last_checkpoint(folder):
+    """The newest whole checkpoint of a run directory, or None. A checkpoint gets its name by a rename when it is whole."""
+    saved = [path.parent for path in folder.glob("checkpoints/step-*/state.pt")]
+    return max(saved, key=lambda path: int(path.name.removeprefix("step-")), default=None)
+
+
 def taken(folder):
-    """Whether a folder holds something to keep: anything but a run that ended before its first line of metrics."""
+    """Whether a folder holds something to keep: anything but a run that ended before its first checkpoint."""
     if not folder.exists() or not any(folder.iterdir()):
         return False
-    return (folder / "metrics.jsonl").exists() or not (folder / "lock").exists()
+    return last_checkpoint(folder) is not None or not (folder / "lock").exists()
 
 
-def claim(folder):
-    """Create the run directory and hold its lock until this process ends. Returns False when another process holds it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = open(folder / "lock", "w")
+def refusal(args, folder):
+    """Claim the run directory until this process ends. Returns why it cannot be had, in one line, or None."""
+    if not args.resume and taken(folder):
+        return f"{folder} exists, and a run is never overwritten. Go on with it by --resume, give another --out or --seed, or move it away."
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / "lock", "a")
+    except OSError as error:
+        return f"--out {folder}: cannot be written ({error.strerror}). Give another --out."
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        return False
+        return f"{folder}: another process is running it."
     CLAIMS.append(lock)
-    return True
+    return None
 
 
 def write_header(args, script, folder):
-    """args.json, environment.json and a copy of the code that is about to run."""
-    (folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2) + "\n")
+    """args.json, environment.json and a copy of the code that is about to run; of a run that goes on, its environment only."""
+    last = last_checkpoint(folder)
+    if args.resume and last:
+        (folder / f"environment-after-{last.name}.json").write_text(json.dumps(environment(), indent=2) + "\n")
+        for part in (script, *(p for package in ("common", "tools") for p in (ROOT / package).glob("*.py"))):
+            copy = folder / part.relative_to(ROOT if part != script else script.parent)
+            if not copy.exists() or copy.read_bytes() != part.read_bytes():
+                say(
+                    f"warning: {copy.relative_to(folder)} is not what it was when the run began (the copy is in {folder})"
+                )
+        say(f"goes on after {last.name}: {folder}")
+        return
+    if args.resume:
+        say(f"{folder} ended before its first checkpoint: it begins anew")
+    for old in ("metrics.jsonl", "samples.jsonl"):  # of a run that ended before its first checkpoint
+        (folder / old).unlink(missing_ok=True)
+    (folder / "args.json").write_text(json.dumps(dataclasses.asdict(args) | {"resume": False}, indent=2) + "\n")
     (folder / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
     shutil.copy(script, folder / script.name)
     for package in ("common", "tools"):
@@ -311,7 +470,7 @@ def write_header(args, script, folder):
             ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True
         )
     preset = PRESETS.get(args.model, {})
-    kept = {k: v for k, v in preset.items() if getattr(args, k) == v}
+    kept = {k: v for k, v in preset.items() if getattr(args, k, None) == v}
     if kept:
         say(f"preset of {args.model}: " + " ".join(f"--{k} {v}" for k, v in kept.items()))
     say(f"run directory: {folder}")
@@ -359,18 +518,6 @@ def environment():
     }
 
 
-def save_adapter(args, policy):
-    """Write adapter/ as a normal PEFT adapter; beside first and then renamed, so that a kill leaves a whole one."""
-    if rank() > 0:
-        return
-    target, beside, before = (directory(args) / name for name in ("adapter", "adapter.new", "adapter.old"))
-    policy.save_adapter(beside)
-    if target.exists():
-        target.rename(before)
-    beside.rename(target)
-    shutil.rmtree(before, ignore_errors=True)
-
-
 # ---- metrics
 
 STOPS = ("answer", "max_turns", "length", "context", "invalid", "tool_error")
@@ -411,12 +558,32 @@ class Log:
                 writer = SummaryWriter(str(self.folder / "tensorboard"), flush_secs=10)
                 self.mirrors.append(lambda line: [writer.add_scalar(k, v, line["step"]) for k, v in line.items()])
 
-    def steps(self):
-        """1 to --steps, with a progress bar that shows the last reward and the last evaluation."""
+    def steps(self, done):
+        """The steps after `done`, up to --steps, with a progress bar that shows the last reward and the last evaluation."""
         from tqdm import tqdm
 
-        self.bar = tqdm(range(1, self.args.steps + 1), desc="steps", disable=rank() > 0)
+        left = range(done + 1, self.args.steps + 1)
+        self.bar = tqdm(left, desc="steps", initial=done, total=self.args.steps, disable=rank() > 0)
+        self.bar.set_postfix(self.shown)
         return self.bar
+
+    def state(self):
+        """What a checkpoint keeps: the counters of the warnings and the bar, and how long the files are (rank 0)."""
+        sizes = {name: (self.folder / name).stat().st_size for name in ("metrics.jsonl", "samples.jsonl")}
+        return {"quiet": self.quiet, "shown": self.shown, "sizes": sizes}
+
+    def restore(self, state, step):
+        """Go on after `step`: what the files hold beyond it is cut off, so that every step stands once."""
+        self.quiet, self.shown = state["quiet"], state["shown"]
+        if rank() > 0:
+            return
+        for name, size in state["sizes"].items():
+            path = self.folder / name
+            if not path.exists() or path.stat().st_size < size:
+                raise SystemExit(
+                    f"--resume: {path} is shorter than when step {step} was saved: lines of it are missing."
+                )
+            os.truncate(path, size)
 
     def mean(self, key, value, weight=1.0):
         total, count = self.sums.get(key, (0.0, 0.0))
@@ -537,8 +704,7 @@ class Log:
         self.sums, self.peaks = {}, {}
         line = {key: value if value is None or math.isfinite(value) else None for key, value in line.items()}
         if rank() == 0:
-            with open(self.folder / "metrics.jsonl", "a") as out:
-                out.write(json.dumps(line) + "\n")
+            append(self.folder / "metrics.jsonl", [json.dumps(line)])
             for mirror in self.mirrors:
                 mirror({k: v for k, v in line.items() if v is not None})
             self._warn(line)
@@ -582,8 +748,7 @@ class Log:
                 items.append(sample(step, kind, group.question, g, trajectory, adv_K))
         items = gather(items)
         if rank() == 0:
-            with open(self.folder / "samples.jsonl", "a") as out:
-                out.writelines(json.dumps(item, ensure_ascii=False) + "\n" for item in items)
+            append(self.folder / "samples.jsonl", [json.dumps(item, ensure_ascii=False) for item in items])
 
 
 def sample(step, kind, question, number, trajectory, adv_K):
@@ -615,3 +780,9 @@ def sample(step, kind, question, number, trajectory, adv_K):
         "info": trajectory.info,
         "turns": turns,
     }
+
+
+if __name__ == "__main__":
+    from common import show
+
+    show.main()

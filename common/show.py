@@ -1,18 +1,207 @@
-"""What a run shows at its end: a before/after table, a learning curve, and one trajectory turn by turn."""
+"""What a run shows: at its end a table, a learning curve and one trajectory; afterwards any trajectory, turn by turn, in colour.
 
+    python -m common.run show out/RUN --worst       trajectories in the terminal
+    python -m common.run report out/RUN             one HTML page (report.py)
+
+Imports neither torch nor vllm, and reads runs that are still going on.
+"""
+
+import argparse
+import heapq
+import itertools
 import json
+import os
+import re
+import shutil
+import statistics
 import sys
+import textwrap
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from common import run
 
 TABLE = (("exact match", "eval/em"), ("F1", "eval/f1"), ("turns", "eval/turns"), ("tool calls", "eval/tool_calls"))
+# Terminal colours, as numbers of the palette the reader has chosen: they suit dark and light screens.
+BOLD, DIM, GREY, GREEN, RED = "1", "2", "90", "32", "31"
+
+
+# ---- reading
+
+
+def lines(path):
+    """(offset, object) of each line of a JSONL file. The last line may be cut: a run is writing it, or was killed."""
+    offset = 0
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, 1):
+            try:
+                item = json.loads(raw)
+            except ValueError:
+                if raw.endswith(b"\n"):
+                    run.say(f"warning: {path}, line {number}: not JSON, left out")
+            else:
+                yield offset, item
+            offset += len(raw)
 
 
 def stream(path):
     """The objects of a JSONL file, one after the other: samples.jsonl may be larger than memory."""
-    with open(path, encoding="utf-8") as lines:
-        yield from map(json.loads, lines)
+    return (item for _, item in lines(path))
+
+
+@dataclass
+class Compared:
+    """The samples of one question that were compared with each other: where they stand in the file, and how they ended."""
+
+    question: str
+    offsets: list = field(default_factory=list)
+    outcomes: list = field(default_factory=list)
+    signal: bool = False
+    """some turn has an advantage other than zero"""
+
+
+def index(path):
+    """{(step, kind): groups} of a samples.jsonl, in the order of the file. Holds places and not texts."""
+    blocks, before = {}, None
+    for offset, sample in lines(path):
+        group = sample["step"], sample["kind"], sample["question"]
+        # Samples of a group follow each other. A question that was drawn twice begins again with a low number.
+        if before is None or group != before[0] or sample["sample"] <= before[1]:
+            blocks.setdefault(group[:2], []).append(Compared(sample["question"]))
+        before = group, sample["sample"]
+        compared = blocks[group[:2]][-1]
+        compared.offsets.append(offset)
+        compared.outcomes.append(sample["outcome"])
+        compared.signal |= any(any(each(t.get("advantage"))) for t in sample["turns"])
+    return blocks
+
+
+def read(path, groups):
+    """The samples of some groups of an index, one after the other."""
+    with open(path, "rb") as file:
+        for offset in itertools.chain.from_iterable(g.offsets for g in groups):
+            file.seek(offset)
+            yield json.loads(file.readline())
+
+
+# ---- judging
+
+
+def each(advantage):
+    """An advantage as a list: one number for the turn, one for each token, or none at all."""
+    return advantage if isinstance(advantage, list) else [] if advantage is None else [advantage]
+
+
+def credit(advantage):
+    """What a turn is coloured by: its advantage, the mean over its tokens, or None where it is not trained."""
+    return statistics.fmean(each(advantage)) if each(advantage) else None
+
+
+def credit_in_words(advantage):
+    if not each(advantage):
+        return "not trained"
+    words = f"advantage {credit(advantage):+.2f}"
+    if isinstance(advantage, list):
+        words += f" (mean of {len(advantage)} tokens, from {min(advantage):+.2f} to {max(advantage):+.2f})"
+    return words
+
+
+def worth(sample):
+    """Orders samples from worst to best: by outcome, then F1, then mean advantage."""
+    credits = [credit(t.get("advantage")) for t in sample["turns"]]
+    return sample["outcome"], sample["info"].get("f1", 0.0), statistics.fmean([c or 0.0 for c in credits] or [0.0])
+
+
+def holds_gold(text, golds):
+    """Whether a gold answer stands in a text, both in normal form."""
+    from common.tasks import normalise
+
+    text = normalise(text)
+    return any(gold in text for gold in map(normalise, golds) if gold)
+
+
+def near_miss(sample):
+    """Wrong in the end, though some tool output holds a gold answer."""
+    return sample["outcome"] < 1 and any(holds_gold(t["tool_output"] or "", sample["golds"]) for t in sample["turns"])
+
+
+def choose(samples, which, count):
+    """At most `count` samples: the worst, the best, the first near misses, or (which None) simply the first."""
+    if which in ("worst", "best"):
+        pick = heapq.nsmallest if which == "worst" else heapq.nlargest
+        return pick(count, samples, key=worth)
+    return list(itertools.islice(filter(near_miss, samples) if which else samples, count))
+
+
+def tutorial(samples):
+    """A training sample that shows the most: right, with tool calls, in a group that also failed; the latest such one."""
+    trained = (s for s in samples if s["kind"] == "train" and s["turns"])
+
+    def teaches(s):
+        signal = any(any(each(t["advantage"])) for t in s["turns"])
+        calls = sum(t["tool_status"] == "ok" for t in s["turns"])
+        return signal, s["outcome"], min(calls, 2), s["step"]
+
+    return max(trained, key=teaches, default=None)
+
+
+# ---- a trajectory as text
+
+
+def visible(text):
+    """Text with its control characters spelled out, so that what a model wrote cannot command a terminal."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
+
+
+def tokens(text, count, tokenizer):
+    """A turn's text with a bar between its tokens; as it is when the tokenizer splits it into another number than was sampled."""
+    ids = tokenizer.encode(text, add_special_tokens=False) if tokenizer else []
+    return "|".join(tokenizer.decode([i]) for i in ids) if len(ids) == count else text
+
+
+def colour_of(advantage):
+    """Green or red, in three strengths; grey where there is no advantage, no colour where it is zero."""
+    value = credit(advantage)
+    if not value:
+        return GREY if value is None else ""
+    strength = f"{DIM};" if abs(value) < 0.3 else f"{BOLD};" if abs(value) >= 1 else ""
+    return strength + (GREEN if value > 0 else RED)
+
+
+def rows(sample, tokenizer):
+    """(indent, text, colour) of each part of a trajectory."""
+    yield "  ", f"question: {sample['question']}   gold: {' | '.join(sample['golds'])}", BOLD
+    for k, turn in enumerate(sample["turns"], 1):
+        advantage = turn.get("advantage")
+        measured = "".join(f"   {name} {value}" for name, value in (turn.get("info") or {}).items())
+        yield "  ", f"turn {k}   {turn['tokens']} tokens   {credit_in_words(advantage)}{measured}", ""
+        yield "    ", tokens(turn["text"], turn["tokens"], tokenizer).strip(), colour_of(advantage)
+        if turn["tool_status"]:
+            what = f"{turn['tool']}({turn['tool_input']!r})" if turn["tool"] else "no action"
+            yield "    ", f"{what}: {turn['tool_status']}, {turn['observation_tokens']} tokens", DIM
+            yield "    > ", turn["tool_output"].strip(), DIM
+    f1 = f"   F1 {sample['info']['f1']:.2f}" if "f1" in sample["info"] else ""
+    yield "  ", f"answer: {sample['answer']}   outcome {sample['outcome']:g}{f1}   stop: {sample['stop']}", BOLD
+
+
+def describe(sample, tokenizer=None, colour=False, width=None):
+    """A line of samples.jsonl as text, turn by turn; with a tokenizer a bar stands between the sampled tokens."""
+    out = []
+    for indent, text, code in rows(sample, tokenizer):
+        for line in visible(text).split("\n"):
+            parts = width and textwrap.wrap(line, max(width - len(indent), 20), replace_whitespace=False) or [line]
+            out += [f"{indent}\x1b[{code}m{part}\x1b[0m" if colour and code else indent + part for part in parts]
+    return "\n".join(out)
+
+
+def terminal():
+    """How `describe` writes here: wrapped on a terminal and only there; in colour unless NO_COLOR is set."""
+    if not sys.stdout.isatty():
+        return {}
+    return {"colour": not os.environ.get("NO_COLOR"), "width": shutil.get_terminal_size().columns}
+
+
+# ---- at the end of a run
 
 
 def summary(folder, tokenizer):
@@ -30,8 +219,9 @@ def summary(folder, tokenizer):
     chosen = tutorial(stream(folder / "samples.jsonl"))
     if chosen:
         print(f"\nOne trajectory of step {chosen['step']}:")
-        print(describe(chosen, tokenizer))
+        print(describe(chosen, tokenizer, **terminal()))
     print(f"\nMetrics, samples and adapter: {folder}/")
+    print(f"More of it: python -m common.run show {folder} --worst; as a page: python -m common.run report {folder}")
     sys.stdout.flush()
 
 
@@ -58,37 +248,76 @@ def curve(metrics, path):
     return path
 
 
-def tutorial(samples):
-    """A training sample that shows the most: right, with tool calls, in a group that also failed; the latest such one."""
-    trained = (s for s in samples if s["kind"] == "train" and s["turns"])
-
-    def worth(s):
-        signal = any(t["advantage"] for t in s["turns"])
-        calls = sum(t["tool_status"] == "ok" for t in s["turns"])
-        return signal, s["outcome"], min(calls, 2), s["step"]
-
-    return max(trained, key=worth, default=None)
+# ---- afterwards
 
 
-def tokens(text, count, tokenizer):
-    """A turn's text with a bar between its tokens; as it is when the tokenizer splits it into another number than was sampled."""
-    ids = tokenizer.encode(text, add_special_tokens=False) if tokenizer else []
-    return "|".join(tokenizer.decode([i]) for i in ids) if len(ids) == count else text
+def show(folder, step=None, kind=None, which=None, count=3):
+    """Print trajectories of one step. Raises SystemExit where there are none to print."""
+    path = Path(folder) / "samples.jsonl"
+    if not path.is_file():
+        raise SystemExit(f"{folder}: not a run directory, or nothing has been sampled yet: it has no samples.jsonl.")
+    blocks = index(path)
+    kinds = list(dict.fromkeys(k for _, k in blocks))
+    kind = kind or ("train" if "train" in kinds else next(iter(kinds), None))
+    if kind not in kinds:
+        raise SystemExit(f"{folder}: no samples of kind {kind}; there are: {', '.join(kinds) or 'none at all'}.")
+    steps = sorted(s for s, k in blocks if k == kind)
+    step = steps[-1] if step is None else step
+    if step not in steps:
+        raise SystemExit(f"{folder}: no {kind} samples of step {step}; there are steps {in_words(steps)}.")
+    groups = blocks[step, kind]
+    chosen = choose(read(path, groups), which, count)
+    if not chosen:
+        raise SystemExit(f"{folder}: no near miss among the {kind} samples of step {step}.")
+    total = sum(len(g.offsets) for g in groups)
+    print(f"{folder}, step {step}, {kind}: {f'{which}, '.replace('_', ' ') if which else ''}{len(chosen)} of {total}")
+    for sample in chosen:
+        print(f"\nsample {sample['sample']}")
+        print(describe(sample, **terminal()))
 
 
-def describe(sample, tokenizer=None):
-    """A line of samples.jsonl as text, turn by turn; with a tokenizer a bar stands between the sampled tokens."""
-    lines = [f"  question: {sample['question']}   gold: {' | '.join(sample['golds'])}"]
-    for k, turn in enumerate(sample["turns"], 1):
-        adv = turn["advantage"]
-        credit = (
-            "not trained" if adv is None else f"advantage {adv:+.2f}" if isinstance(adv, float) else f"advantage {adv}"
-        )
-        lines.append(f"  turn {k}   {turn['tokens']} tokens   {credit}")
-        lines += [f"    {line}" for line in tokens(turn["text"], turn["tokens"], tokenizer).strip().splitlines()]
-        if turn["tool_status"]:
-            what = f"{turn['tool']}({turn['tool_input']!r})" if turn["tool"] else "no action"
-            lines.append(f"    {what}: {turn['tool_status']}, {turn['observation_tokens']} tokens")
-            lines += [f"    > {line}" for line in turn["tool_output"].strip().splitlines()]
-    lines.append(f"  answer: {sample['answer']}   outcome {sample['outcome']:g}   stop: {sample['stop']}")
-    return "\n".join(lines)
+def in_words(steps):
+    """Sorted step numbers, as short as can be."""
+    if len(steps) == 1:
+        return f"{steps[0]} only"
+    whole = len(steps) == steps[-1] - steps[0] + 1
+    return f"{steps[0]} to {steps[-1]}" + ("" if whole else f" ({len(steps)} of them)")
+
+
+def main(argv=None):
+    """The commands for a run directory: show and report."""
+    parser = argparse.ArgumentParser(prog="python -m common.run", description="Look at a run directory.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    one = commands.add_parser("show", help="print trajectories turn by turn, coloured by advantage")
+    one.add_argument("folder", type=Path, help="run directory, such as out/RUN")
+    one.add_argument("--step", type=int, help="step (default: the last that has samples of the kind)")
+    one.add_argument("--kind", help="train, eval, or what else the file has (default: train, or what comes first)")
+    one.add_argument("--count", type=int, default=3, help="trajectories (default: 3)")
+    which = one.add_mutually_exclusive_group()
+    for name, words in (
+        ("worst", "lowest outcome first, then lowest F1, then most negative advantage"),
+        ("best", "the reverse"),
+        ("near_miss", "wrong in the end, though a tool output holds a gold answer"),
+    ):
+        which.add_argument(f"--{name}", dest="which", action="store_const", const=name, help=words)
+
+    page = commands.add_parser("report", help="write one HTML page with curves, samples and settings")
+    page.add_argument("folder", type=Path, help="run directory, such as out/RUN")
+    page.add_argument("--out", type=Path, help="file to write (default: report.html in the run directory)")
+
+    args = parser.parse_args(argv)
+    if args.command == "report":
+        from common import report
+
+        print(report.write(args.folder, args.out or args.folder / "report.html"))
+        return
+    if args.count < 1:
+        parser.error("--count: at least 1")
+    try:
+        show(args.folder, args.step, args.kind, args.which, args.count)
+        sys.stdout.flush()
+    except (
+        BrokenPipeError
+    ):  # the reader, such as `head`, has seen enough; Python must not write to it once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

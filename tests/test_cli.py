@@ -61,7 +61,7 @@ def test_presets_set_shared_fields_only():
         ("--task tiny_search --steps 0", "--steps 0"),
         ("--task tiny_search --max_turns 0", "--max_turns 0"),
         ("--task tiny_search --minibatches 0", "--minibatches"),
-        ("--task tiny_search --minibatches 65", "--minibatches 65"),
+        ("--task tiny_search --minibatches 65", "--minibatches 65: no more than --questions .64."),
         ("--task tiny_search --epochs 0", "--epochs 0"),
         ("--task tiny_search --topk 0", "--topk 0"),
         ("--task tiny_search --limit -1", "--limit -1"),
@@ -72,6 +72,9 @@ def test_presets_set_shared_fields_only():
         ("--task tiny_search --shots 3", "--shots 3"),
         ("--task tiny_search --adapter nowhere", "no adapter_config.json"),
         ("--task tiny_search --lora_rank 513", "--lora_rank 513"),
+        ("--task tiny_search --keep -1", "--keep -1"),
+        ("--task tiny_search --tool_workers -1", "--tool_workers -1"),
+        ("--task tiny_search --out nowhere --resume", "no run in nowhere"),
         ("--task tiny_search --eval_questions 0", "--eval_questions"),
         ("--task tiny_search --tensorboard", ""),
         ("", "--task is missing"),
@@ -142,3 +145,28 @@ def test_smollm2_says_why_it_could_not_be_had(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="not the expected b179c952"):
         models.resolve("smollm2")
     assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == []  # nothing half made is left
+
+
+def test_a_resumed_run_takes_its_arguments_from_the_run_and_refuses_those_that_matter(tmp_path, monkeypatch):
+    import json
+
+    monkeypatch.chdir(tmp_path)
+    begun = run.parse(train_grpo.Args, ["--model", "tiny", "--lr", "1e-3", "--seed", "7"])
+    folder = run.directory(begun)
+    folder.mkdir(parents=True)
+    (folder / "args.json").write_text(json.dumps(dataclasses.asdict(begun)))
+    args = run.parse(train_grpo.Args, ["--out", str(folder), "--resume"])
+    assert (args.model, args.lr, args.task, args.questions) == ("tiny", 1e-3, "tiny_search", 16)
+    args = run.parse(train_grpo.Args, ["--model", "tiny", "--seed", "7", "--resume", "--steps", "99", "--keep", "3"])
+    assert (args.lr, args.steps, args.keep, args.out) == (1e-3, 99, 3, str(folder))
+    with pytest.raises(SystemExit, match="--group 8 -> 4, --lr 0.001 -> 0.01. Leave") as stopped:
+        run.parse(train_grpo.Args, ["--out", str(folder), "--resume", "--lr", "0.01", "--group", "4", "--steps", "9"])
+    assert "--steps" not in str(stopped.value)
+    (folder / "args.json").write_text(json.dumps(dataclasses.asdict(begun) | {"gamma": 0.9}))
+    with pytest.raises(SystemExit, match="another script or version: it has --gamma"):
+        run.parse(train_grpo.Args, ["--out", str(folder), "--resume"])
+
+
+def test_what_may_change_and_what_is_limited_are_arguments():
+    fields = {f.name for f in dataclasses.fields(train_grpo.Args)}
+    assert set(run.MAY_CHANGE) <= fields and {name for name, *_ in run.LIMITS} <= fields

@@ -140,22 +140,6 @@ def test_samples_hold_each_turn_s_text_tool_call_output_advantage_and_the_outcom
     assert "Zürich" in show.describe(first)
 
 
-def test_an_adapter_is_replaced_as_a_whole(tmp_path):
-    class Saver:
-        def __init__(self, text):
-            self.text = text
-
-        def save_adapter(self, path):
-            path.mkdir()
-            (path / "adapter_model.safetensors").write_text(self.text)
-
-    args = train_grpo.Args(out=str(tmp_path))
-    for text in ("one", "two"):
-        run.save_adapter(args, Saver(text))
-        assert (tmp_path / "adapter" / "adapter_model.safetensors").read_text() == text
-    assert [p.name for p in tmp_path.iterdir()] == ["adapter"]
-
-
 def test_every_metric_has_its_row_in_the_docs():
     text = (ROOT / "docs" / "metrics.md").read_text()
     listed = re.findall(r"^\| `([a-z_/0-9]+)` \|", text, re.MULTILINE)
@@ -168,20 +152,85 @@ def test_the_run_directory_is_named_after_script_model_task_and_seed(monkeypatch
     assert str(run.directory(args)) == "out/train_mine-Qwen2.5-3B-hard-s4"
 
 
-def test_a_run_that_ended_before_its_first_line_may_be_started_again_and_nothing_else(tmp_path):
-    folder = tmp_path / "run"
-    assert not run.taken(folder)
+def test_a_run_that_ended_before_its_first_checkpoint_may_be_started_again_and_nothing_else(tmp_path):
+    folder, args = tmp_path / "run", train_grpo.Args()
     for _ in range(2):
-        assert run.claim(folder)
-        run.write_header(train_grpo.Args(), ROOT / "train_grpo.py", folder)
-        assert not run.taken(folder) and not run.claim(folder)  # free to start again, but not while it runs
+        assert run.refusal(args, folder) is None
+        run.write_header(args, ROOT / "train_grpo.py", folder)
+        assert not (folder / "metrics.jsonl").exists()
+        assert "another process" in run.refusal(args, folder)  # free to start again, but not while it runs
         run.CLAIMS.pop().close()
-    (folder / "metrics.jsonl").write_text("{}")
-    assert run.taken(folder)
+        (folder / "metrics.jsonl").write_text("{}")
+    (folder / "checkpoints" / "step-0").mkdir(parents=True)
+    assert run.refusal(args, folder) is None  # half of a checkpoint that was being removed
+    run.CLAIMS.pop().close()
+    (folder / "checkpoints" / "step-0" / "state.pt").write_text("")
+    assert "Go on with it by --resume" in run.refusal(args, folder)
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.tex").write_text("")
-    assert run.taken(other)
+    assert "never overwritten" in run.refusal(args, other)
+    assert "cannot be written (Not a directory)" in run.refusal(args, other / "thesis.tex" / "run")
+
+
+def test_the_newest_checkpoint_is_the_highest_whole_step(tmp_path):
+    assert run.last_checkpoint(tmp_path) is None
+    for step in (2, 10, 9):
+        (tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)
+        if step != 10:
+            (tmp_path / "checkpoints" / f"step-{step}" / "state.pt").write_text("")
+    assert run.last_checkpoint(tmp_path).name == "step-9"
+
+
+def test_lines_are_appended_whole_or_not_at_all(tmp_path, monkeypatch):
+    """The disk takes half of what is written and then nothing; after a while there is room."""
+    path, said = tmp_path / "samples.jsonl", []
+    run.append(path, ["one"])
+    path.write_text(path.read_text())
+    monkeypatch.setattr(run, "say", said.append)
+    monkeypatch.setattr(run, "STOPPING", type("Never", (), {"wait": lambda self, seconds: False})())
+    written, real = [], open
+
+    class Full:
+        def __init__(self, file):
+            self.file = file
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.file.close()
+
+        def truncate(self, size):
+            self.file.truncate(size)
+
+        def writelines(self, lines):
+            written.append(1)
+            if len(written) < 3:
+                self.file.write("ha")
+                raise OSError(28, "No space left on device")
+            self.file.writelines(lines)
+
+    monkeypatch.setattr("builtins.open", lambda *a, **k: Full(real(*a, **k)))
+    run.append(path, ["two", "three"])
+    monkeypatch.undo()
+    assert path.read_text() == "one\ntwo\nthree\n" and len(written) == 3
+    assert len(said) == 1 and "No space left on device" in said[0]
+
+
+def test_a_disk_that_takes_nothing_ends_the_wait_after_patience(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "PATIENCE", 0.0)
+    tries = []
+
+    def full():
+        tries.append(1)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        run.patiently("the checkpoint of step 3", full)
+    monkeypatch.setattr(run, "PATIENCE", 600.0)
+    with pytest.raises(OSError, match="No such file"):  # this will not pass
+        run.append(tmp_path / "gone" / "metrics.jsonl", ["{}"])
 
 
 def test_what_is_not_finite_is_null_and_the_line_is_valid_json(log, tmp_path):

@@ -1,33 +1,82 @@
-"""Retrieval for search agents: BM25 in the trainer's process over a JSONL corpus.
+"""Retrieval for search agents: BM25 in the trainer's process over a JSONL corpus, or a retrieval server.
 
 A corpus is a file of one JSON object a line, {"id", "title", "text"}. The index (bm25s) is built once and cached on disk under
 a hash of the corpus' content, so a changed file is indexed anew and an unchanged one is loaded in milliseconds.
 Search reads and never writes: it is deterministic, has no state between calls, and may be called from several threads.
+
+Retriever asks a server that speaks Search-R1's protocol. Both give the agent the same text for the same documents.
 """
 
+import codecs
 import hashlib
+import ipaddress
 import json
+import queue
 import shutil
+import threading
+import time
+from concurrent.futures import Future
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from common import run
+from tools import Lost
+
+BATCH = 256  # queries a request takes at most
+PATIENCE = 120.0  # seconds a retrieval server may stay away before the run ends
+STARTING = (1.0, 2.0)  # seconds between the attempts to reach it at the start of a run
+PROBE = "Which town is the home of the person?"
+RESULTS = '{"result": [[{"document": {"id": ..., "contents": "title\\ntext"}, "score": ...}, ...], ...]}, a list for each query'
+
+
+def as_text(documents):
+    """What the agent reads: "Doc 1 (Title: ...) ...", one line a document; "Nothing found." when there are none."""
+    lines = [f"Doc {i} (Title: {d['title']}) {d['text']}" for i, d in enumerate(documents, 1)]
+    text = "\n".join(" ".join(line.split()) for line in lines) or "Nothing found."
+    return text.encode("utf-8", "replace").decode()  # JSON can hold half a surrogate pair, and no tokenizer takes that
+
+
+# ---- BM25
 
 
 def read_corpus(path):
     """documents: list of {"id", "title", "text"}. Raises ValueError naming file and line of the first malformed one."""
-    documents = []
-    with open(path, encoding="utf-8") as lines:
+    documents, ids = [], set()
+    with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
             if not line.strip():
                 continue
             try:
-                document = json.loads(line)
-                documents.append({key: str(document[key]) for key in ("id", "title", "text")})
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number}: not a document of id, title and text ({error!r})") from None
+                document = _checked(json.loads(line.decode("utf-8")))
+                if document["id"] in ids:
+                    raise ValueError(f"id {document['id']} occurs twice")
+            except UnicodeDecodeError:
+                raise ValueError(f"{path}, line {number}: not UTF-8 text") from None
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}, line {number}: not a document of id, title and text ({error})") from None
+            ids.add(document["id"])
+            documents.append(document)
     if not documents:
         raise ValueError(f"{path}: the corpus is empty")
     return documents
+
+
+def _checked(item):
+    if not isinstance(item, dict):
+        raise ValueError("not a JSON object")
+    document = {}
+    for key in ("id", "title", "text"):
+        if key not in item:
+            raise ValueError(f"{key} is missing")
+        value = "" if item[key] is None and key != "id" else item[key]
+        if not isinstance(value, (str, int, float)):
+            raise ValueError(f"{key} is {json.dumps(value)[:40]}, not a string")
+        document[key] = str(value)
+    if not (document["title"].strip() or document["text"].strip()):
+        raise ValueError("title and text are empty")
+    return document
 
 
 class Search:
@@ -40,13 +89,17 @@ class Search:
         self.documents = corpus if isinstance(corpus, list) else read_corpus(corpus)
         self.topk = min(topk, len(self.documents))
         self.bm25s, self.new_stemmer = bm25s, Stemmer.Stemmer
-        content = json.dumps([bm25s.__version__, self.documents]).encode()
-        index = run.cache_dir() / "bm25" / hashlib.sha256(content).hexdigest()[:16]
+        content = hashlib.sha256(bm25s.__version__.encode())
+        for document in self.documents:  # one by one: the whole as one text would need the corpus' memory again
+            content.update(json.dumps(document).encode())
+        index = run.cache_dir() / "bm25" / content.hexdigest()[:16]
         with run.locked(index):
             if not index.exists():
+                tokens = self._tokenize([f"{d['title']} {d['text']}" for d in self.documents])
+                if not any(tokens.ids):
+                    raise ValueError("the corpus holds no word to search for")
                 built = bm25s.BM25()
-                texts = [f"{d['title']} {d['text']}" for d in self.documents]
-                built.index(self._tokenize(texts), show_progress=len(texts) > 50_000)
+                built.index(tokens, show_progress=len(self.documents) > 50_000)
                 beside = Path(f"{index}.new")
                 shutil.rmtree(beside, ignore_errors=True)
                 built.save(beside)
@@ -57,11 +110,228 @@ class Search:
         # A stemmer must not be shared by threads; making one takes microseconds.
         return self.bm25s.tokenize(texts, stopwords="en", stemmer=self.new_stemmer("english"), show_progress=False)
 
-    def __call__(self, query):
-        """query -> "Doc 1 (Title: ...) ...", one line a document; a query without a known word finds nothing."""
+    def find(self, query):
+        """query -> documents, the best first; a query without a known word finds none."""
         tokens = self._tokenize([query])
         places, scores = self.index.retrieve(tokens, k=self.topk, show_progress=False, n_threads=0)
-        found = [self.documents[i] for i, score in zip(places[0], scores[0]) if score > 0]
-        if not found:
-            return "Nothing found."
-        return "\n".join(f"Doc {i} (Title: {d['title']}) {d['text']}" for i, d in enumerate(found, 1))
+        return [self.documents[i] for i, score in zip(places[0], scores[0]) if score > 0]
+
+    def __call__(self, query):
+        return as_text(self.find(query))
+
+
+# ---- a retrieval server
+
+
+class _NoResults(Exception):
+    """A request that brought no results, and what to look at when it is the first one. Perhaps the fault of its queries."""
+
+    def __init__(self, what, advice):
+        super().__init__(what)
+        self.advice = advice
+
+
+class _NoServer(_NoResults):
+    """There was no server to answer: not the fault of the queries."""
+
+
+class Retriever:
+    """The `topk` best documents for a query from a server that speaks Search-R1's protocol, as the same text as Search's.
+
+    To be called from many threads at once: queries that come while a request is under way go out together in the next one.
+    A request has `timeout` seconds. A server that does not answer is asked again, ever more slowly; when it has stayed away
+    for `patience` seconds, every waiting and every later call raises tools.Lost. A query that the server cannot answer while it
+    answers others is a RuntimeError. The constructor ends the program with a sentence when the server is not usable.
+    """
+
+    keeps_time = True  # a limit around a call would give it up while it waits for the server to come back
+
+    def __init__(self, address, topk, timeout, patience=PATIENCE):
+        import requests
+
+        self.address, self.topk, self.timeout, self.patience = _whole(address), topk, timeout, patience
+        self.session = requests.Session()  # keeps its connection; used by the probe, and then by the sender alone
+        if _is_here(urlsplit(self.address).hostname):
+            self.session.trust_env = False  # no proxy of the environment on the way to this machine
+        self.waiting, self.sender, self.lock = queue.SimpleQueue(), None, threading.Lock()
+        self.since = None  # when the first of the failures in a row was, if the last request was one
+        self.said, self.lost = False, ""  # whether it was told; why all is over
+        self.probe()
+
+    def __call__(self, query):
+        if not query.strip():
+            return as_text([])  # as Search does; some servers fail over it
+        answer = Future()
+        self.waiting.put((query, answer))
+        with self.lock:
+            if self.sender is None:
+                self.sender = threading.Thread(target=self._send, daemon=True)
+                self.sender.start()
+        return answer.result()
+
+    def probe(self):
+        """Ask one real query. Raises SystemExit: a tool that cannot work must not teach the policy to do without it."""
+        for pause in (*STARTING, None):
+            try:
+                found = self._request([PROBE])
+            except _NoResults as error:
+                if pause is None or not isinstance(error, _NoServer):
+                    sent = json.dumps(self._body([PROBE]))
+                    raise SystemExit(
+                        f"--retriever {self.address}: sent {sent} and got {error}. {error.advice}"
+                    ) from None
+                time.sleep(pause)  # it may be about to start
+            else:
+                break
+        if found == [as_text([])] and run.rank() == 0:
+            run.say(f"warning: retriever {self.address} finds nothing for {PROBE!r}: is that the right corpus?")
+
+    def _send(self):
+        while True:
+            calls = [self.waiting.get()]
+            while len(calls) < BATCH and not self.waiting.empty():
+                calls.append(self.waiting.get())
+            try:
+                self._serve(calls)
+            except Exception as error:  # Lost, or a fault of our own: nobody may be left waiting
+                for _, answer in calls:
+                    if not answer.done():
+                        answer.set_exception(error)
+
+    def _serve(self, calls):
+        """Give every call its text or its error. Raises Lost when the server stays away."""
+        if self.lost:
+            raise Lost(self.lost)
+        suspect = False  # whether this query has failed and the probe was answered
+        while True:
+            try:
+                texts = self._request([query for query, _ in calls])
+            except _NoResults as failure:
+                error = failure
+            else:
+                for (_, answer), text in zip(calls, texts):
+                    answer.set_result(text)
+                return
+            away = isinstance(error, _NoServer)
+            if suspect and not away:
+                calls[0][1].set_exception(RuntimeError(f"the retriever has no results for this query: {error}"))
+                return
+            past = self._failing(error)
+            if len(calls) > 1 and not away:  # one query may spoil it for all, or there are too many: ask in halves
+                half = len(calls) // 2
+                self._serve(calls[:half])
+                self._serve(calls[half:])
+                return
+            suspect = not away and self._answers()
+            if not suspect:
+                # Of the first failure nothing is said: an idle connection that the server has closed looks like one.
+                self._wait(error, silent=away and past == 0)
+
+    def _body(self, queries):
+        return {"queries": queries, "topk": self.topk, "return_scores": True}
+
+    def _request(self, queries):
+        """One request -> a text for each query. Raises _NoServer or _NoResults."""
+        import requests
+
+        try:
+            answer = self.session.post(self.address, json=self._body(queries), timeout=self.timeout)
+        except requests.ReadTimeout:
+            raise _NoResults(
+                f"no answer within {self.timeout:g} s", "Has it loaded its index? --tool_timeout is the limit."
+            ) from None
+        except requests.RequestException as error:
+            raise _NoServer(_cause(error), "Start the server first, or check host and port.") from None
+        status, start = answer.status_code, " ".join(answer.content[:2000].decode("utf-8", "replace").split())[:200]
+        if status in (429, 502, 503, 504):  # overloaded, or a gateway whose server is away
+            raise _NoServer(f"HTTP {status}", "Is the server behind that address running?")
+        if status != 200:
+            where = "Is the path right? Search-R1's server listens at /retrieve."
+            advice = where if status in (404, 405) else "Its log should say why."
+            raise _NoResults(f"HTTP {status}: {start or '(nothing)'}", advice)
+        try:
+            found = _listed(answer.json()["result"])
+            if len(found) != len(queries):
+                what = f"{len(found)} lists of documents where {len(queries)} were asked for"
+                raise _NoResults(f"{what}: {start}", f"Expected is {RESULTS}.")
+            texts = [as_text([_document(item) for item in _listed(items)[: self.topk]]) for items in found]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            what = f"an answer of the wrong shape: {start or '(nothing)'}"
+            raise _NoResults(what, f"Expected is {RESULTS}.") from None
+        if self.said:
+            run.say(f"retriever {self.address}: answers again")
+        self.since, self.said = None, False
+        return texts
+
+    def _answers(self):
+        """Whether the server answers the probe."""
+        try:
+            return bool(self._request([PROBE]))
+        except _NoResults:
+            return False
+
+    def _failing(self, error):
+        """Seconds since the first of the failures in a row. Raises Lost when they are too many."""
+        now = time.monotonic()
+        if self.since is None:
+            self.since = now
+        past = now - self.since
+        if past >= self.patience:
+            self.lost = f"the retriever {self.address} has given no results for {past:.0f} s: {error}"
+            raise Lost(self.lost)
+        return past
+
+    def _wait(self, error, silent):
+        """Sleep for as long as the server has been away by now, so that each wait is about twice the one before."""
+        past = self._failing(error)
+        if not silent and not self.said:
+            self.said = True
+            run.say(f"retriever {self.address}: {error}; trying again for {self.patience:.0f} s")
+        time.sleep(min(max(past, 0.1), 2.0, self.patience - past))
+
+
+def _whole(address):
+    """The address with scheme and path. Raises SystemExit for what is none."""
+    whole = address.strip() if "://" in address else f"http://{address.strip()}"
+    try:
+        parts = urlsplit(whole)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is no number
+        usable = False
+    if not usable:
+        raise SystemExit(f"--retriever {address}: not an address such as http://127.0.0.1:8000/retrieve.")
+    return parts._replace(path=parts.path if parts.path.strip("/") else "/retrieve").geturl()
+
+
+def _is_here(host):
+    try:
+        address = ipaddress.ip_address(host)
+        return address.is_loopback or address.is_unspecified
+    except ValueError:
+        return host == "localhost"
+
+
+def _cause(error):
+    """What went wrong with a connection, from the bottom of the errors that are wrapped around it."""
+    while below := error.__cause__ or error.__context__:
+        error = below
+    text = " ".join((getattr(error, "strerror", None) or str(error) or type(error).__name__).split())
+    return text[:1].lower() + text[1:]
+
+
+def _listed(items):
+    if not isinstance(items, list):
+        raise TypeError
+    return items
+
+
+def _document(item):
+    """{"title", "text"} of one result: with its score around it or without; its text in `contents` below the title, or in `text`."""
+    document = item.get("document", item)
+    if isinstance(document.get("text"), str):
+        return {"title": document.get("title") or "", "text": document["text"]}
+    title, newline, text = document["contents"].partition("\n")
+    if not newline:
+        return {"title": "", "text": title}
+    title = title.strip()
+    return {"title": title[1:-1] if title[0:1] == title[-1:] == '"' else title, "text": text}

@@ -1,0 +1,169 @@
+"""Checkpoints: what a run needs to go on as if it had never stopped.
+
+checkpoints/step-N/ holds adapter/ (a normal PEFT adapter) and state.pt (optimizer, random states of every rank, position in the data,
+lengths of metrics.jsonl and samples.jsonl, best evaluation). It is written beside and renamed when it is whole. adapter and
+adapter-best are links to the adapters of the last and of the best one. The learning rate is constant: there is no schedule to keep.
+"""
+
+import io
+import os
+import random
+import shlex
+import shutil
+import sys
+import threading
+from pathlib import Path
+
+import numpy
+import torch
+
+from common import run
+
+
+class Saver:
+    """Keeps the state after every finished step in host memory, and writes it when it is due or when the run ends before its time.
+
+    done          the last finished step, None before the first evaluation
+    save(line)    after each step, with its line of metrics; all ranks together
+    """
+
+    def __init__(self, args, policy, task, log):
+        self.args, self.policy, self.task, self.log = args, policy, task, log
+        self.folder = run.directory(args) / "checkpoints"
+        self.done, self.best = None, None  # best: (held-out exact match, step)
+        self.random = None  # of each rank, from the checkpoint
+        self.state = None  # after the last finished step: (step, adapter, bytes of state.pt)
+        self.written, self.lock = None, threading.Lock()
+        last = run.last_checkpoint(run.directory(args)) if args.resume else None
+        if last:
+            self._restore(last)
+        if run.rank() == 0:
+            run.at_end(self.rescue)
+
+    def steps(self):
+        """The steps that are left, on this rank's random states."""
+        if self.random and run.rank() < len(self.random):
+            set_random_states(self.random[run.rank()])
+        return self.log.steps(self.done)
+
+    def save(self, line):
+        step, score = line["step"], line["eval/em"]
+        better = score is not None and (self.best is None or score > self.best[0])
+        if better:
+            self.best = (score, step)
+        self.done = step
+        states = run.gather([random_states()])
+        if run.rank() > 0:
+            return
+        buffer = io.BytesIO()
+        content = {
+            "step": step,
+            "best": self.best,
+            "questions": self.task.position,
+            "random": states,
+            "log": self.log.state(),
+            "optimizer": self.policy.optimizer.state_dict(),
+        }
+        torch.save(content, buffer)
+        self.state = step, self.policy.adapter_state(), buffer.getbuffer()
+        if better or step in (0, self.args.steps) or (self.args.save_every and step % self.args.save_every == 0):
+            self.write()
+
+    def write(self):
+        """Write the remembered state. Raises OSError when the disk takes nothing for run.PATIENCE seconds."""
+        with self.lock:
+            if self.state and self.state[0] != self.written:
+                run.patiently(f"the checkpoint of step {self.state[0]}", lambda: self._write(*self.state))
+
+    def _write(self, step, adapter, state):
+        target, beside = self.folder / f"step-{step}", self.folder / "unfinished"
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        self.policy.save_adapter(beside / "adapter", adapter)
+        (beside / "state.pt").write_bytes(state)
+        for path in (*self.folder.parent.glob("*.jsonl"), *beside.rglob("*"), beside):
+            flush(path)
+        beside.rename(target)
+        flush(self.folder)
+        self.written = step
+        self._tidy()
+
+    def _tidy(self):
+        """Point the links at the last and the best checkpoint, then remove what is not kept."""
+        paths = sorted(self.folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+        best = self.folder / f"step-{self.best[1]}" if self.best else paths[-1]
+        for name, path in (("adapter", paths[-1]), ("adapter-best", best)):
+            link, beside = self.folder.parent / name, self.folder.parent / f".{name}"
+            beside.unlink(missing_ok=True)
+            beside.symlink_to(Path("checkpoints") / path.name / "adapter")
+            beside.replace(link)
+        for path in paths[: -self.args.keep] if self.args.keep else []:
+            if path != best:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _restore(self, path):
+        state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+        self.done = self.written = state["step"]
+        self.best, self.random = state["best"], state["random"]
+        self.task.position = state["questions"]
+        self.policy.optimizer.load_state_dict(state["optimizer"])
+        self.log.restore(state["log"], self.done)
+        if run.rank() == 0:
+            if len(self.random) != run.world_size():
+                run.say(
+                    f"begun on {len(self.random)} ranks, goes on on {run.world_size()}: same samples, other rounding"
+                )
+            self._tidy()
+
+    def rescue(self):
+        """When the run ends before its time: write the last finished step, and say how to go on."""
+        if self.done is None or self.written == self.args.steps:
+            if self.done is None:
+                run.say("Nothing had been finished yet: start it again as before.")
+            return
+        try:
+            self.write()
+        finally:
+            run.say(f"Step {self.written} is saved in {self.folder}. Go on with:\n  {resume_command()}")
+
+
+def resume_command():
+    """The command that goes on with this run, as it would be typed."""
+    words = [*sys.argv, *([] if "--resume" in sys.argv else ["--resume"])]
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return shlex.join(
+            [
+                Path(sys.executable).name
+                if shutil.which(Path(sys.executable).name) == sys.executable
+                else sys.executable,
+                *words,
+            ]
+        )
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
+    launcher = ["torchrun", "--nproc_per_node", os.environ["LOCAL_WORLD_SIZE"]]
+    return shlex.join([*launcher, *(["--nnodes", str(nodes), "..."] if nodes > 1 else []), *words])
+
+
+def random_states():
+    """The global random states of this process, as plain data and tensors."""
+    kind, keys, *rest = numpy.random.get_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return [random.getstate(), (kind, keys.tolist(), *rest), torch.get_rng_state(), cuda]
+
+
+def set_random_states(states):
+    version, numbers, gauss = states[0]
+    random.setstate((version, tuple(numbers), gauss))
+    numpy.random.set_state(tuple(states[1]))
+    torch.set_rng_state(states[2])
+    if torch.cuda.is_available() and states[3]:
+        torch.cuda.set_rng_state_all(states[3])
+
+
+def flush(path):
+    """Have the system bring a file or folder to the disk: after a power cut a renamed checkpoint must not be empty."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,259 @@
+"""One HTML page of a run directory: curves of every metric, samples with their credit, settings. It opens from disk, without a network.
+
+The page is report.html, a template, with the run's data in it as JSON. The template's script makes text of what models and tools wrote, never
+markup. Size is bounded: curves by points, samples by a budget in bytes that the steps share.
+"""
+
+import ast
+import json
+import re
+import statistics
+import time
+from pathlib import Path
+
+from common import run, show
+
+POINTS = 600  # of a curve; of longer ones each point is a mean over neighbours
+SAMPLE_BYTES = 4_300_000  # all samples together, so that the page stays below 5 MB
+STEP_BYTES = 16_000  # what a step's samples need to be worth showing; with too many steps for that, some are left out
+CUTS = (8000, 4000, 2000, 1000, 500, 250, 120)  # characters of a text; the first that makes a group fit
+
+
+def write(folder, path):
+    """Write the page of a run directory to `path`. Returns a line that says so. Raises SystemExit where there is no run."""
+    folder, path = Path(folder), Path(path)
+    files = [folder / name for name in ("metrics.jsonl", "samples.jsonl")]
+    if not any(file.is_file() for file in files):
+        raise SystemExit(
+            f"{folder}: not a run directory, or nothing to report yet: no metrics.jsonl, no samples.jsonl."
+        )
+    metrics = read_metrics(files[0]) if files[0].is_file() else []
+    blocks, left_out = samples(files[1]) if files[1].is_file() else ([], 0)
+    args = as_json(folder / "args.json")
+    changed = max(file.stat().st_mtime for file in files if file.is_file())
+    data = {
+        "name": folder.resolve().name,
+        "changed": time.strftime("%Y-%m-%d %H:%M", time.localtime(changed)),
+        "step": max([line["step"] for line in metrics] + [block["step"] for block in blocks], default=0),
+        "steps": args.get("steps"),
+        "seconds": [line["time/step"] for line in metrics if line.get("time/step")],
+        "table": table(metrics),
+        "curves": curves(metrics),
+        "blocks": blocks,
+        "left_out": left_out,
+        "args": arguments(folder, args),
+        "environments": [(file.name, flat(as_json(file))) for file in sorted(folder.glob("environment*.json"))],
+    }
+    page = Path(__file__).with_name("report.html").read_text(encoding="utf-8").replace("__DATA__", encode(data), 1)
+    page = page.encode("utf-8", "replace")  # what a file cannot hold, such as half of a surrogate pair, becomes "?"
+    path.write_bytes(page)
+    shown, size = (sum(block[key] for block in blocks) for key in ("shown", "size"))
+    return f"{path}: {len(page) / 1e6:.1f} MB, {shown} of the {size} samples"
+
+
+def as_json(file):
+    """The object in a JSON file, empty where there is no such file or it is not whole."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def flat(nested, prefix=""):
+    """(name, value) pairs of a nested object; names of inner ones after their outer ones."""
+    pairs = []
+    for name, value in nested.items():
+        pairs += flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(prefix + name, value)]
+    return pairs
+
+
+# ---- metrics
+
+
+def read_metrics(path):
+    """The lines of metrics.jsonl by step. Of a step that was done twice, because a run was resumed, the later one counts."""
+    return [line for _, line in sorted({line["step"]: line for line in show.stream(path)}.items())]
+
+
+def table(metrics):
+    """(name, first, last, step of the last) of what is measured before and after training."""
+    rows = []
+    for name, key in show.TABLE:
+        points = measured(metrics, key)
+        if points:
+            rows.append((name, points[0][1], points[-1][1], points[-1][0]))
+    return rows
+
+
+def measured(metrics, key):
+    return [(line["step"], line[key]) for line in metrics if line.get(key) is not None]
+
+
+def curves(metrics):
+    """[(group, panels)]: every metric that was measured, evaluation first, then in the order of the file."""
+    groups, meanings = {"eval": []}, meaning_of_metrics()
+    for key in dict.fromkeys(key for line in metrics for key in line if key != "step"):
+        points, size = thin(measured(metrics, key))
+        if points:
+            group = key.partition("/")[0] if "/" in key else ""
+            panel = {"key": key, "meaning": meanings.get(key, ""), "points": points, "mean_of": size}
+            groups.setdefault(group, []).append(panel)
+    groups["run"] = groups.pop("", [])  # what belongs to no group, at the end
+    return [(group, panels) for group, panels in groups.items() if panels]
+
+
+def thin(points):
+    """At most POINTS points, and of how many neighbours each is the mean; it stands at the last of them."""
+    size = -(-len(points) // POINTS) or 1
+    parts = [points[i : i + size] for i in range(0, len(points), size)]
+    return [(part[-1][0], float(f"{statistics.fmean(value for _, value in part):.6g}")) for part in parts], size
+
+
+def meaning_of_metrics():
+    """What docs/metrics.md says of each key, as a hint for the reader of a curve."""
+    file = run.ROOT / "docs" / "metrics.md"
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    rows = [
+        [cell.strip(" `") for cell in re.split(r"(?<!\\)\|", line)[1:5]] for line in text.splitlines() if "|" in line
+    ]
+    titles = ("", "healthy: ", "else: ")
+    return {row[0]: "\n".join(t + c for t, c in zip(titles, row[1:]) if c).replace("\\|", "|") for row in rows if row}
+
+
+# ---- settings
+
+
+def arguments(folder, args):
+    """(name, value, default, meaning) of each argument; the last two come from the run's copy of its script, None where they are not found."""
+    known = {}
+    for script in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and node.name == "Args":
+                for item, after in zip(node.body, [*node.body[1:], None]):
+                    if isinstance(item, ast.AnnAssign) and isinstance(item.value, ast.Constant):
+                        text = after.value.value if isinstance(after, ast.Expr) else ""
+                        known[item.target.id] = item.value.value, text
+    return [(name, value, *known.get(name, (None, ""))) for name, value in args.items()]
+
+
+# ---- samples
+
+
+def samples(path):
+    """One block for each step and kind, with as many whole groups as its share of the budget holds: those with signal first.
+
+    Groups without signal keep the order of the file, so that evaluations show the same questions at every step.
+    """
+    blocks = show.index(path)
+    kinds = {kind: sorted(step for step, k in blocks if k == kind) for _, kind in blocks}
+    most = SAMPLE_BYTES // STEP_BYTES
+    kept = [
+        (step, kind)
+        for kind, steps in kinds.items()
+        for step in evenly(steps, max(most * len(steps) // len(blocks), 2))
+    ]
+    made, left = [], SAMPLE_BYTES
+    for number, (step, kind) in enumerate(kept):
+        groups = blocks[step, kind]
+        share = left // (len(kept) - number)  # what a block leaves over goes to those after it
+        items, used = [], 0
+        for group in sorted(groups, key=lambda g: not g.signal):
+            item, size = fit(path, group, share - used, cut=not items)
+            if not item:
+                break
+            items.append(item)
+            used += size
+        left -= used
+        outcomes = [outcome for g in groups for outcome in g.outcomes]
+        made.append(
+            {
+                "step": step,
+                "kind": kind,
+                "size": len(outcomes),
+                "shown": sum(len(item["samples"]) for item in items),
+                "mean": sum(outcomes) / len(outcomes),
+                "groups": len(groups),
+                "signal": sum(g.signal for g in groups),
+                "items": items,
+            }
+        )
+    return made, len(blocks) - len(kept)
+
+
+def evenly(steps, count):
+    """At most `count` of the steps, at even distances, the first and the last among them."""
+    if len(steps) <= count:
+        return steps
+    return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
+
+
+def fit(path, group, room, cut):
+    """(group for the page, its bytes), or (None, 0) where it does not fit. With `cut` texts are shortened and, at last, samples left out."""
+    whole = list(show.read(path, [group]))
+    for limit in CUTS if cut else CUTS[:1]:
+        item = for_page(whole, limit)
+        if (size := length(item)) <= room:
+            return item, size
+    while cut and len(item["samples"]) > 1:
+        item["samples"].pop()
+        if (size := length(item)) <= room:
+            return item, size
+    return None, 0
+
+
+def encode(data):
+    """JSON that can stand in a page: no tag can begin in it."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def length(item):
+    return len(encode(item).encode("utf-8", "replace"))
+
+
+def for_page(whole, limit):
+    """A group as the page's script reads it, with texts of about `limit` characters at most."""
+    first = whole[0]
+    return {
+        "question": shorten(first["question"], limit),
+        "golds": [shorten(gold, limit) for gold in first["golds"][:20]],
+        "size": len(whole),
+        "samples": [
+            {
+                "number": sample["sample"],
+                "answer": shorten(sample["answer"], limit),
+                "outcome": sample["outcome"],
+                "stop": sample["stop"],
+                "info": sample["info"],
+                "turns": [turn_for_page(turn, sample["golds"], limit) for turn in sample["turns"]],
+            }
+            for sample in whole
+        ],
+    }
+
+
+def turn_for_page(turn, golds, limit):
+    advantage = turn.get("advantage")
+    made = {"text": shorten(turn["text"], limit), "tokens": turn["tokens"]}
+    if (credit := show.credit(advantage)) is not None:
+        made["credit"] = round(credit, 4)
+    if isinstance(advantage, list) and advantage:
+        made["range"] = [round(f(advantage), 4) for f in (min, max)]
+    if turn.get("info"):
+        made["info"] = turn["info"]
+    if turn["tool_status"]:
+        made["call"] = f"{turn['tool']}({shorten(turn['tool_input'], limit)})" if turn["tool"] else "no action"
+        made |= {
+            "status": turn["tool_status"],
+            "output": shorten(turn["tool_output"], limit),
+            "heard": turn["observation_tokens"],
+        }
+        if show.holds_gold(turn["tool_output"], golds):
+            made["gold"] = True
+    return made
+
+
+def shorten(text, limit):
+    """A text, or its beginning and its end (where an action stands) with a note of what was cut."""
+    if not text or len(text) <= limit + 60:
+        return text
+    return f"{text[: limit // 2]} [... {len(text) - limit // 2 * 2} characters cut ...] {text[-(limit // 2) :]}"
