@@ -33,7 +33,7 @@ class Args:
     adapter: str = ""
     """start from this LoRA adapter instead of a fresh one; it keeps its own rank and scale"""
     task: str = ""
-    """tiny_search, or a JSONL file of {"question", "answers"} lines together with --corpus"""
+    """tiny_search, or a JSONL file of {"question", "answers"} lines together with --corpus or --retriever"""
     corpus: str = ""
     """JSONL file of documents {"id", "title", "text"} to search in"""
     retriever: str = ""
@@ -211,6 +211,7 @@ def evaluate(engine, task, args, log, step):
 
 def main(args):
     from common import checkpoint, show, tasks, turns  # here and not above: --help answers without torch
+    from common.log import Log
     from common.policy import Policy
     from common.rollout import Engine
 
@@ -218,7 +219,7 @@ def main(args):
     task = tasks.load(args)
     device = run.setup(args, __file__)
     policy = Policy(args, device)
-    log = run.Log(args)
+    log = Log(args)
     saver = checkpoint.Saver(args, policy, task, log)  # --resume: all as it was after the last saved step
     engine = Engine(policy, args)
     engine.self_test(policy)

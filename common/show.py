@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common import run
+from common.scores import normalise
 
 TABLE = (("exact match", "eval/em"), ("F1", "eval/f1"), ("turns", "eval/turns"), ("tool calls", "eval/tool_calls"))
 # Terminal colours, as numbers of the palette the reader has chosen: they suit dark and light screens.
@@ -114,8 +115,6 @@ def worth(sample):
 
 def holds_gold(text, golds):
     """Whether a gold answer stands in a text, both in normal form."""
-    from common.tasks import normalise
-
     text = normalise(text)
     return any(gold in text for gold in map(normalise, golds) if gold)
 

@@ -3,46 +3,17 @@
 Only what the model itself sampled is ever parsed.
 """
 
+import heapq
 import json
 import random
 import re
-import string
-from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from common import models, protocol, run, tiny
+from common.scores import exact_match, f1, normalise
 from common.turns import Question
-from tools.search import Search
-
-# ---- scores
-
-
-def normalise(text):
-    """SQuAD's normal form: lower case, no punctuation, no articles, single spaces."""
-    text = "".join(c for c in text.lower() if c not in string.punctuation)
-    return " ".join(w for w in text.split() if w not in ("a", "an", "the"))
-
-
-def exact_match(answer, golds):
-    """1.0 if the answer equals one of the golds in normal form, else 0.0. An empty answer is never right."""
-    answer = normalise(answer or "")
-    return float(bool(answer) and any(answer == normalise(gold) for gold in golds))
-
-
-def f1(answer, golds):
-    """Word-level F1 in normal form, the best over the golds."""
-    words = Counter(normalise(answer or "").split())
-    best = 0.0
-    for gold in golds:
-        gold = Counter(normalise(gold).split())
-        common = sum((words & gold).values())
-        if common:
-            precision, recall = common / sum(words.values()), common / sum(gold.values())
-            best = max(best, 2 * precision * recall / (precision + recall))
-    return best
-
-
-# ---- tasks
+from tools.search import Retriever, Search
 
 
 @dataclass
@@ -56,15 +27,19 @@ class Action:
 class SearchQA:
     """Questions answered by searching a corpus.
 
+    train, held_out, test      questions to train on, to evaluate on while training (development), and to report (eval.py)
     take(n)                    this rank's share of the next n questions of the run
     prompt_ids, parse, run_tool, observation_ids, finish     what the rollout loop asks
     """
 
     invalid_message = protocol.INVALID
 
-    def __init__(self, args, tokenizer, train, held_out, search):
+    def __init__(self, args, tokenizer, train, held_out, search, test=()):
         self.tokenizer, self.search = tokenizer, search
-        self.train, self.held_out = train, held_out
+        self.keeps_time = getattr(
+            search, "keeps_time", False
+        )  # whether the tool itself gives a call up after --tool_timeout
+        self.train, self.held_out, self.test = train, held_out, list(test)
         self.max_turns, self.max_turn_tokens = args.max_turns, args.max_turn_tokens
         self.observation_limit = args.max_observation_tokens
         # A closing action tag ends a generation, and so does an information tag: the model does not write its own observations.
@@ -146,78 +121,138 @@ def end_ids(tokenizer):
     return sorted(i for i in ids if i is not None)
 
 
+def read_question(line, number):
+    """A Question of one line (bytes) of a file; its number becomes info["line"]. Raises ValueError saying what is wrong with it."""
+    try:
+        item = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 (byte {error.start + 1}: {error.reason})") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON (column {error.colno}: {error.msg})") from None
+    if not isinstance(item, dict):
+        raise ValueError('not an object {"question": ..., "answers": [...]}')
+    for key in ("question", "answers"):
+        if key not in item:
+            raise ValueError(f"{key} is missing; it has {', '.join(item) or 'nothing'}")
+    text, golds, name = item["question"], item["answers"], item.get("id")
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError("question must be a string that is not empty")
+    if not isinstance(golds, list) or not golds or not all(isinstance(g, str) and normalise(g) for g in golds):
+        raise ValueError("answers must be a list of strings that are not empty after normalisation")
+    if any("\ud800" <= c <= "\udfff" for c in "".join((text, *golds))):
+        raise ValueError("question and answers must be valid Unicode: half of a surrogate pair cannot be encoded")
+    return Question(str(number if name is None else name), text, golds, info={"line": number})
+
+
 def read_questions(path):
     """Questions of a JSONL file of {"question", "answers"[, "id"]}. Raises SystemExit naming file and line of the first bad one."""
-    questions, ids = [], set()
+    questions, seen = [], {}  # id -> line
     try:
-        lines = open(path, encoding="utf-8")
+        lines = open(path, "rb")  # decoded line by line, to name the one that is not UTF-8
     except OSError as error:
         raise SystemExit(f"--task {path}: {error.strerror}") from None
     with lines:
         for number, line in enumerate(lines, 1):
-            if not line.strip():
+            if not line.strip(b"\xef\xbb\xbf \t\r\n"):
                 continue
             try:
-                item = json.loads(line)
-                golds = item["answers"]
-                if (
-                    not isinstance(golds, list)
-                    or not all(isinstance(g, str) and normalise(g) for g in golds)
-                    or not golds
-                ):
-                    raise ValueError("answers must be a list of strings that are not empty after normalisation")
-                name = str(item.get("id", number))
-                if name in ids:
-                    raise ValueError(f"id {name} occurs twice")
-                ids.add(name)
-                questions.append(Question(name, str(item["question"]), golds))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise SystemExit(f"{path}, line {number}: not a question with answers ({error!r})") from None
+                question = read_question(line, number)
+                if question.id in seen:
+                    raise ValueError(f"id {question.id} occurs twice: in line {seen[question.id]} too")
+            except ValueError as error:
+                raise SystemExit(f"{path}, line {number}: {error}") from None
+            seen[question.id] = number
+            questions.append(question)
     if not questions:
         raise SystemExit(f"{path}: no questions")
     return questions
 
 
-def load(args):
-    """The task --task names: `tiny_search`, or a JSONL file of questions with --corpus. The held-out questions are never trained on.
+def load(args, whole=False):
+    """The task --task names: `tiny_search`, or a JSONL file of questions with --corpus or --retriever.
 
-    Raises SystemExit for data that is missing or malformed, before any model is loaded.
+    Questions are split into train, held_out (--eval_questions of them, if there are) and test; no text is in two of them. whole: the file
+    is a test set itself, and all of it is `test`. Raises SystemExit for data that is missing or malformed, before any model is loaded.
     """
+    if args.corpus and args.retriever:
+        raise SystemExit("--corpus and --retriever: one of them, there is one place to search in.")
     if args.task == "tiny_search":
-        documents, train, held_out = tiny.search_world()
+        if whole:
+            raise SystemExit("--task tiny_search is no test set: it has questions to train on, and others to test on.")
+        documents, *parts = tiny.search_world()
         train, held_out = (
-            [Question(q["id"], q["question"], q["answers"], info={"hops": q["hops"]}) for q in part]
-            for part in (train, held_out)
+            [Question(q["id"], q["question"], q["answers"], info={"hops": q["hops"]}) for q in part] for part in parts
         )
-        search = Search(documents, args.topk)
-    elif args.task.endswith(".jsonl"):
-        if not args.corpus:
-            raise SystemExit(f"--task {args.task} needs --corpus: a JSONL file of documents with id, title and text.")
-        train, held_out = split(read_questions(args.task), args.eval_questions)
-        try:
-            search = Search(args.corpus, args.topk)
-        except (OSError, ValueError) as error:
-            raise SystemExit(f"--corpus: {error}") from None
+        half = len(held_out) // 2
+        held_out, test = held_out[:half][: args.eval_questions], held_out[half:]
+    elif args.task.endswith(".jsonl") or (args.task and Path(args.task).exists()):
+        if not (args.corpus or args.retriever):
+            raise SystemExit(
+                f"--task {args.task} needs something to search in: --corpus documents.jsonl (lines of id, title and text), or "
+                "--retriever http://host:port/retrieve (a server)."
+            )
+        documents, questions = args.corpus, read_questions(args.task)
+        train, held_out, test = ([], [], questions) if whole else split(questions, args.eval_questions)
     else:
         raise SystemExit(
             f"--task {args.task or '(none)'}: give tiny_search (embedded, nothing to download), or a file questions.jsonl of "
-            '{"question", "answers"} lines together with --corpus documents.jsonl.'
+            '{"question", "answers"} lines together with --corpus documents.jsonl or --retriever http://host:port/retrieve.'
         )
+    if args.retriever:
+        search = Retriever(args.retriever, args.topk, timeout=args.tool_timeout)
+    else:
+        try:
+            search = Search(documents, args.topk)
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"--corpus: {error}") from None
     train = train[: args.limit] if args.limit else train
     tokenizer = models.load_tokenizer(models.resolve(args.model))
-    return SearchQA(args, tokenizer, train, held_out[: args.eval_questions], search)
+    task = SearchQA(args, tokenizer, train, held_out, search, test)
+    check_lengths(task, args)
+    return task
 
 
 def split(questions, held_out):
-    """(train, held-out): a fixed pseudo-random part of the file is held out, at most half of it. No question text is in both."""
+    """(train, held-out, test): fixed pseudo-random parts of a file, the latter two of equal size, at most a quarter of the file each.
+
+    No question text is in two of them.
+    """
     order = sorted(questions, key=lambda q: random.Random(q.text).random())
-    count = min(held_out, len(order) // 2)
-    if count < 1:
-        raise SystemExit(
-            f"{len(questions)} question(s) are too few: at least 2 are needed, one of them to evaluate on."
-        )
-    texts = {normalise(q.text) for q in order[:count]}
-    train = [q for q in questions if normalise(q.text) not in texts]
+    count = min(held_out, max(1, len(order) // 4))
+    parts, taken = [], set()
+    for _ in ("held-out", "test"):
+        parts.append([q for q in order if normalise(q.text) not in taken][:count])
+        taken |= {normalise(q.text) for q in parts[-1]}
+    train = [q for q in questions if normalise(q.text) not in taken]
     if not train:
-        raise SystemExit("every question of the file has the same text as a held-out one: nothing is left to train on.")
-    return train, order[:count]
+        raise SystemExit(
+            f"{len(questions)} question(s) are too few: at least 3 of different text are needed, one each to train on, to "
+            "evaluate on while training, and to test on."
+        )
+    return train, *parts
+
+
+def check_lengths(task, args):
+    """Raises SystemExit naming a question that could never be answered: its golds outgrow a turn, or its prompt the context."""
+    questions = task.train + task.held_out + task.test
+
+    def place(question):
+        return f"{args.task}, line {question.info['line']}" if "line" in question.info else f"question {question.id}"
+
+    for question in questions:
+        answers = [f"<answer> {gold} </answer>" for gold in question.golds]
+        if min(len(answer.encode()) for answer in answers) <= args.max_turn_tokens:  # a token is a byte at least
+            continue
+        shortest = min(len(task.tokenizer.encode(answer, add_special_tokens=False)) for answer in answers)
+        if shortest > args.max_turn_tokens:
+            raise SystemExit(
+                f"{place(question)}: its shortest answer takes {shortest} tokens, its tags included, and --max_turn_tokens is "
+                f"{args.max_turn_tokens}: raise --max_turn_tokens or remove the line."
+            )
+    for question in heapq.nlargest(48, questions, key=lambda q: len(q.text)):
+        tokens = len(task.prompt_ids(question))
+        if tokens >= args.max_context:
+            raise SystemExit(
+                f"{place(question)}: its prompt takes {tokens} tokens, and --max_context is {args.max_context}: raise "
+                "--max_context or remove the line."
+            )

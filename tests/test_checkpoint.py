@@ -19,6 +19,7 @@ import torch
 
 import train_grpo
 from common import checkpoint, run
+from common.log import Log
 
 # ---- the files
 
@@ -45,7 +46,7 @@ class Policy:
 def make(folder, resume=False, **changes):
     folder.mkdir(exist_ok=True)
     args = train_grpo.Args(out=str(folder), resume=resume, **({"steps": 100, "save_every": 1} | changes))
-    policy, task, log = Policy(), SimpleNamespace(position=0), run.Log(args)
+    policy, task, log = Policy(), SimpleNamespace(position=0), Log(args)
     saver = checkpoint.Saver(args, policy, task, log)
     return SimpleNamespace(args=args, policy=policy, task=task, log=log, saver=saver)
 

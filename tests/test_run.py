@@ -12,6 +12,7 @@ import samples
 
 import train_grpo
 from common import run, show
+from common.log import METRICS, Log, sample
 from common.turns import Turn
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture
 def log(tmp_path):
-    return run.Log(train_grpo.Args(out=str(tmp_path)))
+    return Log(train_grpo.Args(out=str(tmp_path)))
 
 
 def lines(tmp_path):
@@ -39,7 +40,7 @@ def test_every_line_has_every_key_and_null_where_nothing_was_measured(log, tmp_p
     log.rollouts(made, advantages)
     log.write(1, 3)
     first, second = lines(tmp_path)
-    assert set(first) == set(second) == set(run.METRICS)
+    assert set(first) == set(second) == set(METRICS)
     assert (first["eval/em"], first["reward/mean"], second["eval/em"]) == (0.5, None, None)
     assert (second["step"], second["questions"]) == (1, 3)
 
@@ -143,7 +144,7 @@ def test_samples_hold_each_turn_s_text_tool_call_output_advantage_and_the_outcom
 def test_every_metric_has_its_row_in_the_docs():
     text = (ROOT / "docs" / "metrics.md").read_text()
     listed = re.findall(r"^\| `([a-z_/0-9]+)` \|", text, re.MULTILINE)
-    assert sorted(listed) == sorted(run.METRICS)
+    assert sorted(listed) == sorted(METRICS)
 
 
 def test_the_run_directory_is_named_after_script_model_task_and_seed(monkeypatch):
@@ -165,11 +166,11 @@ def test_a_run_that_ended_before_its_first_checkpoint_may_be_started_again_and_n
     assert run.refusal(args, folder) is None  # half of a checkpoint that was being removed
     run.CLAIMS.pop().close()
     (folder / "checkpoints" / "step-0" / "state.pt").write_text("")
-    assert "Go on with it by --resume" in run.refusal(args, folder)
+    assert "go on with it by --resume" in run.refusal(args, folder)
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.tex").write_text("")
-    assert "never overwritten" in run.refusal(args, other)
+    assert "nothing is overwritten" in run.refusal(args, other)
     assert "cannot be written (Not a directory)" in run.refusal(args, other / "thesis.tex" / "run")
 
 
@@ -255,7 +256,7 @@ def test_a_machine_without_git_is_no_reason_to_stop(monkeypatch):
 def test_the_tutorial_trajectory_is_right_in_a_group_that_also_failed():
     made, _ = samples.groups(count=2, size=2)
     items = [
-        run.sample(step, "train", g.question, i, t, [step - 1.0] * len(t.turns))
+        sample(step, "train", g.question, i, t, [step - 1.0] * len(t.turns))
         for step in (1, 2)
         for g in made
         for i, t in enumerate(g.trajectories)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import samples
 
-from common import report, run, show
+from common import report, show
+from common.log import METRICS, sample
 from common.turns import Question, Trajectory, Turn
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,7 +26,7 @@ def line(step=1, kind="train", question="q", number=0, outcome=0.0, f1=0.0, adva
     for turn, output in zip(turns, outputs):
         turn.tool, turn.tool_input, turn.tool_output, turn.tool_status = "search", "asked", output, "ok"
     trajectory = Trajectory(turns=turns, answer="guess", outcome=outcome, stop="answer", info={"f1": f1})
-    return run.sample(step, kind, Question(question, question, ["The Hague"]), number, trajectory, list(advantages))
+    return sample(step, kind, Question(question, question, ["The Hague"]), number, trajectory, list(advantages))
 
 
 @pytest.fixture
@@ -197,7 +198,7 @@ def test_errors_are_one_line_and_say_what_there_is(folder, tmp_path):
 
 
 def test_looking_at_a_run_needs_neither_torch_nor_vllm(folder):
-    at = folder([line()], [dict.fromkeys(run.METRICS) | {"step": 0}])
+    at = folder([line()], [dict.fromkeys(METRICS) | {"step": 0}])
     code = (
         "import sys; from common import show; "
         f"show.main(['show', {str(at)!r}, '--worst']); "
@@ -218,8 +219,7 @@ def page_of(at):
 
 def metrics(steps, **values):
     return [
-        dict.fromkeys(run.METRICS) | {"step": s} | {k.replace("__", "/"): f(s) for k, f in values.items()}
-        for s in steps
+        dict.fromkeys(METRICS) | {"step": s} | {k.replace("__", "/"): f(s) for k, f in values.items()} for s in steps
     ]
 
 
@@ -291,7 +291,7 @@ def long_run(tmp_path_factory):
     words = [f"{w} " for w in 'who taught the mayor of Zürich search <answer> 1985 company "river" born in'.split()]
     texts = ["".join(rng.choices(words, k=25)) for _ in range(50)]
     (at / "metrics.jsonl").write_text(
-        "".join(json.dumps({k: rng.random() for k in run.METRICS} | {"step": s}) + "\n" for s in range(201))
+        "".join(json.dumps({k: rng.random() for k in METRICS} | {"step": s}) + "\n" for s in range(201))
     )
     with open(at / "samples.jsonl", "w") as file:
         for step in range(1, 201):
@@ -346,7 +346,7 @@ def dom(page, at, fragment=""):
 def test_in_a_browser(folder):
     made, advantages = samples.groups()
     items = [
-        run.sample(1, "train", g.question, i, t, a)
+        sample(1, "train", g.question, i, t, a)
         for g, adv_GK in zip(made, advantages)
         for i, (t, a) in enumerate(zip(g.trajectories, adv_GK))
     ]

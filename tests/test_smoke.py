@@ -8,7 +8,7 @@ from pathlib import Path
 import commands
 import pytest
 
-from common import run
+from common.log import METRICS
 
 SMALL = "--steps 2 --questions 3 --group 4 --max_turns 3 --max_turn_tokens 24 --max_context 640 --eval_questions 6 --lora_rank 8 --lr 1e-3"
 
@@ -33,7 +33,7 @@ def train(qwen, files, out, more=""):
 
 
 def check(metrics):
-    assert all(set(line) == set(run.METRICS) for line in metrics)
+    assert all(set(line) == set(METRICS) for line in metrics)
     assert [line["step"] for line in metrics] == [0, 1, 2]
     assert metrics[0]["reward/mean"] is None and metrics[0]["eval/em"] is not None and metrics[2]["eval/em"] is not None
     assert all(math.isfinite(v) for line in metrics for v in line.values() if v is not None)
@@ -68,7 +68,7 @@ def test_a_run_leaves_everything_a_reader_needs(qwen, files, tmp_path):
     for words in ("before   after step 2", "curve.png", "turn 1", "advantage"):
         assert words in done.stdout
     again = commands.command("train_grpo.py", *f"--model {qwen} {files} {SMALL} --out {out}".split(), check=False)
-    assert again.returncode != 0 and "never overwritten" in again.stderr and "Traceback" not in again.stderr
+    assert again.returncode != 0 and "nothing is overwritten" in again.stderr and "Traceback" not in again.stderr
 
 
 def test_all_options_of_the_loss_and_the_optimizer_run_together(qwen, files, tmp_path):

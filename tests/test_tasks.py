@@ -6,7 +6,7 @@ import models
 import pytest
 
 import train_grpo
-from common import protocol, run, tasks
+from common import protocol, run, scores, tasks, tiny
 from common.turns import Question, Trajectory
 from tools.search import Search, read_corpus
 
@@ -58,8 +58,8 @@ def test_what_is_no_action_is_invalid(task, text):
     ],
 )
 def test_scores_after_normalisation(answer, golds, em, f1):
-    assert tasks.exact_match(answer, golds) == em
-    assert tasks.f1(answer, golds) == pytest.approx(f1)
+    assert scores.exact_match(answer, golds) == em
+    assert scores.f1(answer, golds) == pytest.approx(f1)
 
 
 def test_finish_scores_the_model_s_answer_only(task):
@@ -124,61 +124,188 @@ def test_take_shuffles_each_pass_and_shares_questions_out_over_ranks(task, monke
 
 
 def write(path, *lines):
-    path.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
+    """A file of lines: bytes and strings as they are, anything else as JSON."""
+    lines = [json.dumps(line) + "\n" if isinstance(line, dict) else line for line in lines]
+    path.write_bytes(b"".join(line.encode() if isinstance(line, str) else line for line in lines))
     return str(path)
 
 
-def test_questions_of_a_file_are_split_and_never_trained_on_when_held_out(tmp_path):
-    lines = [{"question": f"Who is {i % 15}?", "answers": [str(i)], "id": i} for i in range(30)]
-    train, held_out = tasks.split(tasks.read_questions(write(tmp_path / "q.jsonl", *lines)), 10)
-    assert len(held_out) == 10 and train
-    assert not {q.text for q in train} & {q.text for q in held_out}
+def questions(count, texts=None):
+    return [Question(str(i), f"Who is {i % (texts or count)}?", [str(i)], info={"line": i + 1}) for i in range(count)]
+
+
+def disjoint(*parts):
+    texts = [{scores.normalise(q.text) for q in part} for part in parts]
+    return all(not a & b for i, a in enumerate(texts) for b in texts[:i])
+
+
+@pytest.mark.parametrize(
+    "count, texts, asked, held_out", [(40, 40, 8, 8), (40, 40, 200, 10), (30, 15, 4, 4), (3, 3, 5, 1)]
+)
+def test_a_file_is_split_into_three_parts_without_a_common_text(count, texts, asked, held_out):
+    made = questions(count, texts)
+    train, development, test = tasks.split(made, asked)
+    assert (len(development), len(test)) == (held_out, held_out) and train and disjoint(train, development, test)
+    if texts == count:
+        assert len(train) == count - 2 * held_out
+        assert tasks.split(made[::-1], asked)[1:] == (development, test)  # by the texts, not by their places
+
+
+def test_more_held_out_questions_contain_the_fewer():
+    few, many = (tasks.split(questions(100), n)[1] for n in (5, 20))
+    assert many[:5] == few
+
+
+def test_texts_that_differ_by_case_and_punctuation_are_the_same_question():
+    made = questions(40) + [Question(f"again{i}", f"who is {i}", ["x"]) for i in range(40)]
+    assert disjoint(*tasks.split(made, 10))
+
+
+@pytest.mark.parametrize("made", [questions(2), questions(9, 2)])
+def test_too_few_questions_to_split_are_refused(made):
+    with pytest.raises(SystemExit, match="at least 3 of different text"):
+        tasks.split(made, 1)
+
+
+GOOD = {"question": "Who?", "answers": ["Bo"]}
 
 
 @pytest.mark.parametrize(
     "lines, words",
     [
-        (['{"question": "Who?"}\n'], "line 1"),
-        ([{"question": "Who?", "answers": ["a b"]}, "not json\n"], "line 2"),
-        ([{"question": "Who?", "answers": []}], "line 1"),
-        ([{"question": "Who?", "answers": ["the"]}], "line 1"),
-        ([{"question": "Who?", "answers": "Bo"}], "line 1"),
-        (
-            [{"question": "Who?", "answers": ["Bo"], "id": 1}, {"question": "Who?", "answers": ["Bo"], "id": 1}],
-            "occurs twice",
-        ),
-        ([""], "no questions"),
-        (["[1]\n"], "line 1"),
+        (['{"question": "Who?"}\n'], "line 1: answers is missing; it has question"),
+        ([{"query": "Who?", "answers": ["Bo"]}], "line 1: question is missing; it has query, answers"),
+        ([GOOD, "not json\n"], "line 2: not JSON"),
+        ([GOOD, "\n", '{"question": "Who?", \n'], "line 3: not JSON"),
+        ([GOOD, b'{"question": "Wer ist M\xfcller?", "answers": ["Bo"]}\n'], "line 2: not UTF-8"),
+        ([json.dumps(GOOD).encode("utf-16")], "line 1: not UTF-8"),
+        (["[1]\n"], "line 1: not an object"),
+        (["null\n"], "line 1: not an object"),
+        ([GOOD | {"question": " "}], "line 1: question must be"),
+        ([GOOD | {"question": 7}], "line 1: question must be"),
+        ([GOOD | {"answers": []}], "line 1: answers must be"),
+        ([GOOD | {"answers": ["Bo", "the"]}], "line 1: answers must be"),
+        ([GOOD | {"answers": "Bo"}], "line 1: answers must be"),
+        ([GOOD | {"answers": [7]}], "line 1: answers must be"),
+        (['{"question": "Who? \\ud83d", "answers": ["Bo"]}\n'], "line 1: .* valid Unicode"),
+        ([GOOD | {"id": 1}, "\n", GOOD | {"id": "1"}], "line 3: id 1 occurs twice: in line 1 too"),
+        ([], "no questions"),
+        (["\n \n"], "no questions"),
     ],
 )
 def test_a_bad_question_file_is_named_with_its_line(tmp_path, lines, words):
     path = write(tmp_path / "q.jsonl", *lines)
     with pytest.raises(SystemExit, match=words) as stopped:
         tasks.read_questions(path)
-    assert path in str(stopped.value)
+    assert path in str(stopped.value) and "\n" not in str(stopped.value)
 
 
-def test_the_embedded_task_holds_out_what_it_is_asked_to(make_args):
+def test_questions_keep_their_line_and_an_id_of_their_own(tmp_path):
+    path = write(tmp_path / "q.jsonl", "\ufeff", GOOD, "\n", GOOD | {"id": "b7"}, GOOD | {"id": None})
+    assert [(q.id, q.info["line"]) for q in tasks.read_questions(path)] == [("1", 1), ("b7", 3), ("4", 4)]
+
+
+def test_a_folder_and_a_missing_file_are_no_question_file(tmp_path, make_args):
+    for path, words in ((tmp_path, "Is a directory"), (tmp_path / "no.jsonl", "No such file")):
+        with pytest.raises(SystemExit, match=words) as stopped:
+            tasks.load(make_args(task=str(path), corpus="c.jsonl"))
+        assert str(path) in str(stopped.value)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """(task, corpus): 12 questions and 2 documents."""
+    lines = [{"question": f"Who leads firm {i}?", "answers": ["Bo Hale"]} for i in range(12)]
+    return write(tmp_path / "q.jsonl", *lines), write(tmp_path / "c.jsonl", *DOCUMENTS)
+
+
+def test_the_embedded_task_has_three_parts(make_args):
+    documents, train, held_out = tiny.search_world()
     task = tasks.load(make_args(task="tiny_search", eval_questions=200, limit=50))
-    assert (len(task.held_out), len(task.train)) == (200, 50)
+    assert [q.id for q in task.held_out] == [q["id"] for q in held_out[:200]]
+    assert [q.id for q in task.test] == [q["id"] for q in held_out[200:]]
+    assert len(task.train) == 50 and disjoint(task.train, task.held_out, task.test)
     assert {q.info["hops"] for q in task.held_out} == {1, 2, 3} and {q.draw for q in task.held_out} == {0}
-    assert not {q.text for q in task.train} & {q.text for q in task.held_out}
+    for asked, given in ((7, 7), (400, 200)):
+        other = tasks.load(make_args(task="tiny_search", eval_questions=asked))
+        assert other.held_out == task.held_out[:given] and other.test == task.test
 
 
-def test_a_task_without_its_files_is_refused_with_a_way_out(tmp_path, make_args):
-    path = write(
-        tmp_path / "q.jsonl", {"question": "Who?", "answers": ["Bo"]}, {"question": "Where?", "answers": ["Bo"]}
-    )
-    for task, corpus, words in (
-        (path, "", "--corpus"),
-        (path, "missing.jsonl", "missing.jsonl"),
-        ("nq", "", "tiny_search"),
+def test_a_file_that_is_a_test_set_is_taken_whole(files, make_args):
+    task, corpus = files
+    made = tasks.load(make_args(task=task, corpus=corpus), whole=True)
+    assert (made.train, made.held_out) == ([], []) and [q.id for q in made.test] == [str(i) for i in range(1, 13)]
+    with pytest.raises(SystemExit, match="tiny_search is no test set"):
+        tasks.load(make_args(task="tiny_search"), whole=True)
+
+
+def test_a_task_without_its_files_is_refused_with_a_way_out(files, tmp_path, make_args):
+    task, corpus = files
+    bad = write(tmp_path / "bad.jsonl", {"id": "1", "title": "a", "text": "b"}, {"id": "2"})
+    for given, words in (
+        (dict(task=task), "--corpus documents.jsonl .* --retriever http"),
+        (dict(task=task, corpus=corpus, retriever="http://x"), "one of them"),
+        (dict(task="tiny_search", corpus=corpus, retriever="http://x"), "one of them"),
+        (dict(task=task, corpus="missing.jsonl"), "--corpus: .*missing.jsonl"),
+        (dict(task=task, corpus=str(tmp_path)), "--corpus: .*directory"),
+        (dict(task=task, corpus=bad), "--corpus: .*line 2"),
+        (dict(task=task, corpus=write(tmp_path / "empty.jsonl")), "--corpus: .*empty"),
+        (dict(task="nq"), "tiny_search .*--corpus .*--retriever"),
     ):
-        with pytest.raises(SystemExit, match=words):
-            tasks.load(make_args(task=task, corpus=corpus))
-    corpus = write(tmp_path / "c.jsonl", {"id": "1", "title": "a", "text": "b"}, {"id": "2"})
-    with pytest.raises(SystemExit, match="line 2"):
-        tasks.load(make_args(task=path, corpus=corpus))
+        with pytest.raises(SystemExit, match=words) as stopped:
+            tasks.load(make_args(**given))
+        assert "\n" not in str(stopped.value)
+
+
+def test_a_retriever_is_searched_in_place_of_a_corpus(files, make_args, monkeypatch):
+    class Server:
+        keeps_time = True
+
+        def __init__(self, address, topk, timeout):
+            self.given = address, topk, timeout
+
+        def __call__(self, query):
+            return f"found {query}"
+
+    monkeypatch.setattr(tasks, "Retriever", Server)
+    for name in (files[0], "tiny_search"):
+        task = tasks.load(make_args(task=name, retriever="http://127.0.0.1:1/retrieve", topk=4, tool_timeout=5.0))
+        assert task.search.given == ("http://127.0.0.1:1/retrieve", 4, 5.0)
+        assert task.run_tool("search", "Bo") == "found Bo" and task.keeps_time
+    assert not tasks.load(make_args(task=files[0], corpus=files[1])).keeps_time
+
+
+def test_a_question_that_cannot_be_answered_within_a_turn_is_refused(tmp_path, files, make_args):
+    long = {"question": "What does it say?", "answers": ["many words " * 20, "even more words " * 20]}
+    lines = [{"question": f"Who leads firm {i}?", "answers": ["Bo Hale"]} for i in range(6)]
+    for more, refused in (([], True), (["Bo"], False)):  # one gold that fits is enough
+        task = write(tmp_path / "q.jsonl", *lines, long | {"answers": long["answers"] + more})
+        args = make_args(task=task, corpus=files[1], max_turn_tokens=40)
+        if not refused:
+            tasks.load(args)
+            continue
+        with pytest.raises(SystemExit, match=r"line 7: its shortest answer takes \d+ tokens.*--max_turn_tokens is 40"):
+            tasks.load(args)
+        tasks.load(make_args(task=task, corpus=files[1], max_turn_tokens=400))
+
+
+def test_the_length_of_an_answer_is_counted_in_tokens_with_its_tags(files, make_args):
+    count = len(models.tokenizer().encode("<answer> Bo Hale </answer>"))
+    tasks.load(make_args(task=files[0], corpus=files[1], max_turn_tokens=count))
+    with pytest.raises(SystemExit, match=f"takes {count} tokens"):
+        tasks.load(make_args(task=files[0], corpus=files[1], max_turn_tokens=count - 1))
+
+
+def test_a_prompt_that_fills_the_context_is_refused(tmp_path, files, make_args):
+    lines = [{"question": f"Who leads firm {i}?", "answers": ["Bo Hale"]} for i in range(60)]
+    task = write(tmp_path / "q.jsonl", *lines, {"question": "Who? " * 200, "answers": ["Bo"]})
+    args = make_args(task=task, corpus=files[1], max_context=600)
+    with pytest.raises(SystemExit, match=r"line 61: its prompt takes (\d+) tokens.*--max_context is 600") as stopped:
+        tasks.load(args)
+    tokens = int(str(stopped.value).split("takes ")[1].split()[0])
+    tasks.load(make_args(task=task, corpus=files[1], max_context=tokens + 1))
+    with pytest.raises(SystemExit, match=f"takes {tokens} tokens"):
+        tasks.load(make_args(task=task, corpus=files[1], max_context=tokens))
 
 
 # ---- search

@@ -1,0 +1,277 @@
+"""What a run writes down: metrics.jsonl, one line a step, and samples.jsonl, every trajectory."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import statistics
+import time
+
+from common import run
+
+STOPS = ("answer", "max_turns", "length", "context", "invalid", "tool_error")
+METRICS = (
+    *("step", "questions", "reward/mean", "reward/std", "reward/all_right", "reward/all_wrong"),
+    *("credit/adv_abs", "credit/zero_frac"),
+    *("rollout/turns", "rollout/action_tokens", "rollout/observation_tokens", "rollout/tool_calls"),
+    *("rollout/tool_used", "rollout/tool_success", *(f"rollout/stop_{stop}" for stop in STOPS)),
+    *("loss/policy", "loss/clip_frac", "loss/kl_ref"),
+    *("policy/entropy", "policy/ratio_max", "policy/sampler_absdiff", "policy/sampler_maxdiff"),
+    *("policy/sampler_kl", "policy/sampler_ratio", "optim/lr", "optim/grad_norm", "optim/skipped", "optim/updates"),
+    *("time/rollout", "time/update", "time/evaluate", "time/step"),
+    *("perf/tokens_per_s", "perf/trained_tokens_per_s", "perf/peak_gb"),
+    *("perf/rss_gb", "perf/open_files", "perf/threads"),
+    *("eval/em", "eval/f1", "eval/turns", "eval/tool_calls", "eval/tool_used"),
+)
+
+
+class Log:
+    """metrics.jsonl (one flat line a step, every key on every line, null where not measured) and samples.jsonl.
+
+    mean(key, value, weight) is averaged over everything it is given in a step, on all ranks; peak(key, value) is the largest.
+    """
+
+    def __init__(self, args):
+        self.args, self.folder = args, run.directory(args)
+        self.sums, self.peaks, self.quiet, self.bar, self.shown = {}, {}, [], None, {}
+        self.started = time.monotonic()
+        self.mirrors = []
+        if run.rank() == 0:
+            if args.wandb:
+                import wandb
+
+                wandb.init(project="turnwise", name=self.folder.name, config=dataclasses.asdict(args))
+                self.mirrors.append(lambda line: wandb.log(line, step=line["step"]))
+            if args.tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+
+                writer = SummaryWriter(str(self.folder / "tensorboard"), flush_secs=10)
+                self.mirrors.append(lambda line: [writer.add_scalar(k, v, line["step"]) for k, v in line.items()])
+
+    def steps(self, done):
+        """The steps after `done`, up to --steps, with a progress bar that shows the last reward and the last evaluation."""
+        from tqdm import tqdm
+
+        left = range(done + 1, self.args.steps + 1)
+        self.bar = tqdm(left, desc="steps", initial=done, total=self.args.steps, disable=run.rank() > 0)
+        self.bar.set_postfix(self.shown)
+        return self.bar
+
+    def state(self):
+        """What a checkpoint keeps: the counters of the warnings and the bar, and how long the files are (rank 0)."""
+        sizes = {name: (self.folder / name).stat().st_size for name in ("metrics.jsonl", "samples.jsonl")}
+        return {"quiet": self.quiet, "shown": self.shown, "sizes": sizes}
+
+    def restore(self, state, step):
+        """Go on after `step`: what the files hold beyond it is cut off, so that every step stands once."""
+        self.quiet, self.shown = state["quiet"], state["shown"]
+        if run.rank() > 0:
+            return
+        for name, size in state["sizes"].items():
+            path = self.folder / name
+            if not path.exists() or path.stat().st_size < size:
+                raise SystemExit(
+                    f"--resume: {path} is shorter than when step {step} was saved: lines of it are missing."
+                )
+            os.truncate(path, size)
+
+    def mean(self, key, value, weight=1.0):
+        total, count = self.sums.get(key, (0.0, 0.0))
+        self.sums[key] = total + float(value) * weight, count + weight
+
+    def peak(self, key, value):
+        self.peaks[key] = max(self.peaks.get(key, -math.inf), float(value))
+
+    @contextlib.contextmanager
+    def timed(self, key):
+        """A block whose seconds are added to time/<key> (of the slowest rank)."""
+        start = time.monotonic()
+        yield
+        seconds, _ = self.sums.get(f"time/{key}", (0.0, 1.0))
+        self.sums[f"time/{key}"] = seconds + time.monotonic() - start, 1.0
+
+    def rollouts(self, groups, advantages):
+        """Measure the groups of a phase and what each turn was credited with."""
+        for group, adv_GK in zip(groups, advantages):
+            outcomes = [t.outcome for t in group.trajectories]
+            for key, value in (
+                ("reward/mean", statistics.fmean(outcomes)),
+                ("reward/std", statistics.pstdev(outcomes)),
+                ("reward/all_right", min(outcomes) >= 1),
+                ("reward/all_wrong", max(outcomes) <= 0),
+            ):
+                self.mean(key, value)
+            flat = [
+                a
+                for adv_K in adv_GK
+                for adv in adv_K
+                if adv is not None
+                for a in (adv if isinstance(adv, list) else [adv])
+            ]
+            self.mean("credit/zero_frac", not any(flat))
+            for a in flat:
+                self.mean("credit/adv_abs", abs(a))
+            for trajectory in group.trajectories:
+                self._trajectory("rollout", trajectory)
+
+    def _trajectory(self, prefix, trajectory):
+        calls = [t for t in trajectory.turns if t.tool_status in ("ok", "error", "timeout")]
+        self.mean(f"{prefix}/turns", len(trajectory.turns))
+        self.mean(f"{prefix}/tool_calls", len(calls))
+        self.mean(f"{prefix}/tool_used", bool(calls))
+        if prefix == "rollout":
+            for call in calls:
+                self.mean("rollout/tool_success", call.tool_status == "ok")
+            for turn in trajectory.turns:
+                self.mean("rollout/action_tokens", len(turn.action_ids))
+                if turn.observation_ids:
+                    self.mean("rollout/observation_tokens", len(turn.observation_ids))
+            for stop in STOPS:
+                self.mean(f"rollout/stop_{stop}", trajectory.stop == stop)
+
+    def evaluation(self, groups):
+        """Measure greedy trajectories on held-out questions."""
+        for group in groups:
+            for trajectory in group.trajectories:
+                self.mean("eval/em", trajectory.outcome)
+                self.mean("eval/f1", trajectory.info["f1"])
+                self._trajectory("eval", trajectory)
+
+    def losses(self, micro, logp, entropy, stats):
+        """Measure one micro-batch of an update: what policy_loss returned, and how far the trainer is from the engine."""
+        on = micro.mask
+        count = int(on.sum())
+        if not count:
+            return
+        self.mean("trained_tokens", len(micro))
+        for key, value in stats.items():
+            self.mean(f"loss/{key}", value.detach())  # a part of a sum: `write` divides by the number of updates
+        self.mean("policy/entropy", entropy[on].mean(), count)
+        trainer = (logp.detach() if micro.old is None else micro.old)[on]
+        gap = trainer - micro.sampler[on]
+        self.mean("policy/sampler_absdiff", gap.abs().mean(), count)
+        self.mean("policy/sampler_kl", (gap.exp() - gap - 1).mean(), count)
+        self.mean("policy/sampler_ratio", gap.exp().mean(), count)
+        self.peak("policy/sampler_maxdiff", gap.abs().max())
+        self.peak("policy/ratio_max", (logp.detach()[on] - trainer).exp().max())
+
+    def optim(self, stats):
+        for key, value in stats.items():
+            if math.isfinite(value):  # a skipped update has no norm
+                self.mean(f"optim/{key}", value)
+        self.mean("optim/updates", 1)
+
+    def write(self, step, questions):
+        """Reduce over ranks and append the line of this step (rank 0). Returns it."""
+        import psutil
+        import torch
+        import torch.distributed as dist
+
+        if run.world_size() > 1:
+            shared = [None] * run.world_size()
+            dist.all_gather_object(shared, (self.sums, self.peaks))
+        else:
+            shared = [(self.sums, self.peaks)]
+        line = dict.fromkeys(METRICS) | {"step": step, "questions": questions}
+        for key in sorted({k for sums, _ in shared for k in sums}):
+            total = sum(sums.get(key, (0, 0))[0] for sums, _ in shared)
+            count = sum(sums.get(key, (0, 0))[1] for sums, _ in shared)
+            if key.startswith("loss/"):
+                count = shared[0][0]["optim/updates"][0]
+            line[key] = total / count if count else None
+        for key in {k for _, peaks in shared for k in peaks}:
+            line[key] = max(peaks.get(key, -math.inf) for _, peaks in shared)
+        for key in ("optim/skipped", "optim/updates"):
+            counts = [sums.get(key, (0, 0))[0] for sums, _ in shared]
+            line[key] = counts[0] if line[key] is not None else None  # every rank counts the same updates
+        self._rates(line, shared)
+        if torch.cuda.is_available():
+            line["perf/peak_gb"] = torch.cuda.max_memory_allocated() / 2**30
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            import resource
+
+            line["perf/peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        process = psutil.Process()
+        line["perf/rss_gb"] = process.memory_info().rss / 2**30
+        line["perf/open_files"], line["perf/threads"] = process.num_fds(), process.num_threads()
+        self.sums, self.peaks = {}, {}
+        line = {key: value if value is None or math.isfinite(value) else None for key, value in line.items()}
+        if run.rank() == 0:
+            run.append(self.folder / "metrics.jsonl", [json.dumps(line)])
+            for mirror in self.mirrors:
+                mirror({k: v for k, v in line.items() if v is not None})
+            self._warn(line)
+            if self.bar is not None:
+                self.shown |= {k: round(line[k], 3) for k in ("reward/mean", "eval/em") if line[k] is not None}
+                self.bar.set_postfix(self.shown)
+        return line
+
+    def _rates(self, line, shared):
+        """Seconds of the slowest rank, and tokens a second over all ranks."""
+        for name in ("rollout", "update", "evaluate"):
+            key = f"time/{name}"
+            seconds = [sums[key][0] for sums, _ in shared if key in sums]
+            line[key] = max(seconds) if seconds else None
+        now = time.monotonic()
+        line["time/step"], self.started = now - self.started, now
+        sampled, trained = (
+            sum(sums.get(key, (0, 0))[0] for sums, _ in shared) for key in ("rollout/action_tokens", "trained_tokens")
+        )
+        line.pop("trained_tokens", None)
+        line["perf/tokens_per_s"] = sampled / line["time/rollout"] if line["time/rollout"] else None
+        line["perf/trained_tokens_per_s"] = trained / line["time/update"] if line["time/update"] else None
+
+    def _warn(self, line):
+        """A tool that is never called, or fails, teaches the policy to do without: say so before hours are spent."""
+        if line["rollout/tool_calls"] is None:
+            return
+        success = line["rollout/tool_success"]
+        self.quiet = (self.quiet + [(line["rollout/tool_calls"] == 0, success is not None and success < 0.8)])[-3:]
+        if len(self.quiet) == 3 and all(silent for silent, _ in self.quiet):
+            run.say(f"warning: step {line['step']}: no tool has been called for 3 steps")
+        if len(self.quiet) == 3 and all(failing for _, failing in self.quiet):
+            run.say(f"warning: step {line['step']}: more than 20 % of tool calls have failed for 3 steps")
+
+    def samples(self, step, kind, groups, advantages=None):
+        """Append every trajectory to samples.jsonl: each turn's text, tool call, tool output and advantage, and the outcome."""
+        items = []
+        for p, group in enumerate(groups):
+            for g, trajectory in enumerate(group.trajectories):
+                adv_K = advantages[p][g] if advantages else [None] * len(trajectory.turns)
+                items.append(sample(step, kind, group.question, g, trajectory, adv_K))
+        items = run.gather(items)
+        if run.rank() == 0:
+            run.append(self.folder / "samples.jsonl", [json.dumps(item, ensure_ascii=False) for item in items])
+
+
+def sample(step, kind, question, number, trajectory, adv_K):
+    """One line of samples.jsonl, as plain data."""
+    turns = [
+        {
+            "text": turn.text,
+            "tokens": len(turn.action_ids),
+            "tool": turn.tool,
+            "tool_input": turn.tool_input,
+            "tool_output": turn.tool_output,
+            "tool_status": turn.tool_status,
+            "observation_tokens": len(turn.observation_ids),
+            "advantage": adv,
+            "info": turn.info,
+        }
+        for turn, adv in zip(trajectory.turns, adv_K)
+    ]
+    return {
+        "step": step,
+        "kind": kind,
+        "question_id": question.id,
+        "question": question.text,
+        "golds": question.golds,
+        "sample": number,
+        "answer": trajectory.answer,
+        "outcome": trajectory.outcome,
+        "stop": trajectory.stop,
+        "info": trajectory.info,
+        "turns": turns,
+    }

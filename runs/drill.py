@@ -1,0 +1,413 @@
+"""A fault drill: runs of the tiny model are broken in every way we know, and each must lose nothing that was finished.
+
+    python runs/drill.py                      # all, about 12 minutes on 2 cores
+    python runs/drill.py --only rank_killed   # one of them
+
+Prints a table: what was done, what happened, whether that is as it should be. Ends with 1 when something is not. The disk is filled, and made
+read-only, in a mount namespace of its own; where the machine has none these two cases are left out and named.
+"""
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import random
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = (
+    "--model tiny --questions 4 --group 4 --eval_questions 10 --eval_every 0 --save_every 1 --steps 6 --tool_timeout 2"
+)
+KILLS = 20
+PATIENCE = 5.0  # seconds that a retriever may be away, where it stays away
+MARK = f"drill-{os.getpid()}"  # in the environment of every process this program starts
+
+
+# ---- the broken tools: python runs/drill.py --broken hangs -- <arguments of train_grpo.py>
+
+
+def broken(how, argv):
+    """train_grpo.py with a search that fails at every tenth call, a rank that crashes, or a retriever given up after PATIENCE seconds."""
+    sys.path.insert(0, str(ROOT))
+    sys.argv = [str(ROOT / "train_grpo.py"), *argv]
+    import train_grpo
+    from common import run, tasks
+    from tools import search
+
+    tasks.Retriever = functools.partial(search.Retriever, patience=PATIENCE)
+    plain, calls = tasks.SearchQA.run_tool, []
+
+    def run_tool(self, tool, text):
+        calls.append(text)
+        if len(calls) % 10 == 0:
+            if how == "hangs":
+                time.sleep(3600)
+            if how == "raises":
+                raise ValueError("the index is gone")
+            if how == "floods":
+                return "x y " * 2_500_000
+        return plain(self, tool, text)
+
+    tasks.SearchQA.run_tool = run_tool
+    plain_advantages, groups = train_grpo.compute_advantages, []
+
+    def compute_advantages(group, args):
+        groups.append(group)
+        if how == "crashes" and run.rank() == 1 and len(groups) == 7:  # two groups a step: in step 4
+            raise ValueError("the seventh group is too much")
+        return plain_advantages(group, args)
+
+    train_grpo.compute_advantages = compute_advantages
+    run.launch(train_grpo.main, run.parse(train_grpo.Args))
+
+
+# ---- runs
+
+
+class Run:
+    """A training run under way; its output goes to `folder`/log."""
+
+    def __init__(self, folder, *words, out=None, ranks=1, how=None):
+        self.out, self.log, self.ranks = out or folder / "run", folder / "log", ranks
+        script = [str(ROOT / "train_grpo.py")] if how is None else [__file__, "--broken", how, "--"]
+        launch = [sys.executable]
+        if ranks > 1:
+            launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        self.launch([*launch, *script, *SMALL.split(), "--out", str(self.out), *words])
+
+    def launch(self, command):
+        threads = str(max(1, (os.cpu_count() or 2) // self.ranks))
+        environment = os.environ | {"OMP_NUM_THREADS": threads, "DRILL": MARK}
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def steps(self):
+        with contextlib.suppress(OSError, ValueError):
+            return [json.loads(line)["step"] for line in open(self.out / "metrics.jsonl")]
+        return []
+
+    def until(self, what, seconds=120):
+        """Wait until what() is true. False when the run ends before, or the time is over."""
+        end = time.monotonic() + seconds
+        while not what():
+            if self.process.poll() is not None or time.monotonic() > end:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def until_step(self, step):
+        assert self.until(lambda: step in self.steps()), f"step {step} was not reached: {self.text()[-2000:]}"
+
+    def text(self):
+        return self.log.read_text(errors="replace")
+
+    def says(self, words):
+        return words in self.text()
+
+    def wait(self, seconds=180):
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return "still running"
+
+    def go_on(self, *more):
+        """Run the command that the run printed for going on with it, to its end. Returns the exit code."""
+        found = re.search(r"Go on with:\n  (.*)", self.text())
+        assert found, f"no resume command: {self.text()[-2000:]}"
+        words = shlex.split(found[1])
+        if words[0] == "torchrun":
+            words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:]]
+        self.launch([*words, *more])
+        return self.wait()
+
+
+def processes():
+    """{pid: rank or None} of the living processes that this program started."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            entries = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            if f"DRILL={MARK}" in entries and "zombie" not in (folder / "status").read_text():
+                ranks = [entry[5:] for entry in entries if entry.startswith("RANK=")]
+                found[int(folder.name)] = int(ranks[0]) if ranks else None
+    return found
+
+
+def left_in_memory():
+    return {name for name in os.listdir("/dev/shm") if "turnwise" in name} if os.path.isdir("/dev/shm") else set()
+
+
+def whole(run, steps):
+    """Every step stands once, and nobody and nothing is left behind."""
+    return run.steps() == list(range(steps + 1)) and not processes() and not left_in_memory()
+
+
+class Server:
+    """The retrieval server of the tests over the tiny world."""
+
+    def __init__(self):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.address = f"http://127.0.0.1:{self.port}/retrieve"
+
+    def start(self):
+        command = [sys.executable, str(ROOT / "tests" / "retriever.py"), "--port", str(self.port), "--corpus", "tiny"]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
+                return
+            time.sleep(0.05)
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+
+# ---- the cases: each returns (what happened, whether that is right)
+
+
+def retriever_killed_and_restarted(folder):
+    server = Server()
+    server.start()
+    run = Run(folder, "--retriever", server.address)
+    run.until_step(1)
+    server.kill()
+    waited = run.until(lambda: run.says("trying again"))
+    time.sleep(3)
+    server.start()
+    code = run.wait()
+    server.kill()
+    steps = [json.loads(line) for line in open(run.out / "metrics.jsonl")]
+    success = min(line["rollout/tool_success"] for line in steps if line["rollout/tool_success"] is not None)
+    what = f"the run waited and went on to step {run.steps()[-1]}; {success:.0%} of the calls answered"
+    return what, waited and code == 0 and success == 1 and run.says("answers again") and whole(run, 6)
+
+
+def retriever_stays_away(folder):
+    server = Server()
+    server.start()
+    run = Run(folder, "--retriever", server.address, "--save_every", "50", how="retriever")
+    run.until_step(3)
+    server.kill()
+    code = run.wait()
+    stopped, last = run.steps(), (run.out / "adapter").readlink().parent.name
+    right = code == 1 and run.says("has given no results for") and not run.says("Traceback") and not processes()
+    server.start()
+    again = run.go_on()
+    server.kill()
+    what = f"after {PATIENCE:.0f} s it stopped with {last} saved ({stopped[-1]} finished); resumed to step {run.steps()[-1]}"
+    return what, right and last == f"step-{stopped[-1]}" and again == 0 and whole(run, 6)
+
+
+def _tool(folder, how, counted, words=""):
+    run = Run(folder, *words.split(), how=how)
+    code = run.wait(300)
+    lines = [json.loads(line) for line in open(run.out / "samples.jsonl")]
+    calls = [turn for line in lines for turn in line["turns"] if turn["tool_status"] in ("ok", "error", "timeout")]
+    hit = [turn for turn in calls if counted(turn)]
+    longest = max(len(turn["tool_output"]) for turn in calls)
+    what = f"{len(hit)} of {len(calls)} calls; the run went on to step {run.steps()[-1]}; longest output kept {longest}"
+    return what, code == 0 and len(hit) > 5 and longest < 60_000 and whole(run, 6)
+
+
+def tool_hangs(folder):
+    return _tool(folder, "hangs", lambda turn: turn["tool_status"] == "timeout", "--tool_workers 8")
+
+
+def tool_raises(folder):
+    return _tool(folder, "raises", lambda turn: turn["tool_output"] == "Error: ValueError: the index is gone")
+
+
+def tool_returns_10_mb(folder):
+    return _tool(folder, "floods", lambda turn: turn["tool_output"].endswith("[cut: 10000000 characters]"))
+
+
+def disk_full_while_saving(folder):
+    disk = folder / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", disk], check=True)
+    run = Run(folder, out=disk / "run")
+    run.until_step(2)
+    room = os.statvfs(disk)
+    with contextlib.suppress(OSError), open(disk / "filler", "wb") as filler:
+        for _ in range(room.f_bavail * room.f_frsize // 4096 - 64):  # 256 KiB are left: less than a checkpoint
+            filler.write(bytes(4096))
+    waited = run.until(lambda: run.says("No space left on device"))
+    at = run.steps()[-1]
+    time.sleep(3)
+    (disk / "filler").unlink()
+    code = run.wait()
+    right = waited and code == 0 and whole(run, 6) and (run.out / "adapter").readlink().parent.name == "step-6"
+    return f"the run waited at step {at} until there was room, then went on to step {run.steps()[-1]}", right
+
+
+def read_only_out_folder(folder):
+    disk = folder / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", disk], check=True)
+    run = Run(folder, out=disk / "run")
+    code = run.wait()
+    line = next((line for line in run.text().splitlines() if "cannot be written" in line), "")
+    return f"exit {code}: {line}", code == 1 and bool(line) and not run.says("Traceback")
+
+
+def rank_killed(folder):
+    run = Run(folder, "--save_every", "50", ranks=2)
+    run.until_step(3)
+    victim = next(pid for pid, rank in processes().items() if rank == 1)
+    os.kill(victim, signal.SIGKILL)
+    at = time.monotonic()
+    code = run.wait(90)
+    while processes() and time.monotonic() < at + 90:
+        time.sleep(0.1)
+    seconds, stopped = time.monotonic() - at, run.steps()
+    last = (run.out / "adapter").readlink().parent.name
+    right = code not in (0, "still running") and seconds < 60 and not left_in_memory()
+    again = run.go_on()
+    what = f"all ranks ended within {seconds:.0f} s with {last} saved; resumed to step {run.steps()[-1]}"
+    return what, right and last in (f"step-{stopped[-1]}", f"step-{stopped[-1] - 1}") and again == 0 and whole(run, 6)
+
+
+def rank_raises(folder):
+    run = Run(folder, "--save_every", "50", ranks=2, how="crashes")
+    code = run.wait()
+    right = code == 1 and run.says("the seventh group is too much") and not processes() and not left_in_memory()
+    stopped, last = run.steps(), (run.out / "adapter").readlink().parent.name
+    again = run.go_on()
+    what = f"all ranks ended with {last} saved ({stopped[-1]} finished); resumed to step {run.steps()[-1]}"
+    return what, right and last == f"step-{stopped[-1]}" == "step-3" and again == 0 and whole(run, 6)
+
+
+def _stopped(folder, number, ranks):
+    run = Run(folder, "--save_every", "50", ranks=ranks)
+    run.until_step(3)
+    os.kill(run.process.pid, number)
+    at = time.monotonic()
+    code = run.wait(90)
+    seconds, right = time.monotonic() - at, not processes() and not left_in_memory()
+    last = (run.out / "adapter").readlink().parent.name
+    right = right and code not in (0, "still running") and (ranks > 1 or code == 128 + number)
+    again = run.go_on()
+    return f"ended within {seconds:.0f} s with {last} saved; resumed to step {run.steps()[-1]}", right and (
+        again == 0 and whole(run, 6)
+    )
+
+
+def ctrl_c(folder):
+    return _stopped(folder, signal.SIGINT, ranks=1)
+
+
+def ctrl_c_under_torchrun(folder):
+    return _stopped(folder, signal.SIGINT, ranks=2)
+
+
+def sigterm(folder):
+    return _stopped(folder, signal.SIGTERM, ranks=1)
+
+
+def torchrun_killed(folder):
+    run = Run(folder, "--save_every", "50", ranks=2)
+    run.until_step(3)
+    run.process.kill()
+    at = time.monotonic()
+    while processes() and time.monotonic() < at + 90:
+        time.sleep(0.1)
+    seconds, right = time.monotonic() - at, not processes() and not left_in_memory()
+    return f"the ranks noticed and ended within {seconds:.0f} s; resumed", right and run.go_on() == 0 and whole(run, 6)
+
+
+def killed_20_times(folder):
+    """kill -9 at random instants of one run, every third time while a checkpoint is being written; resumed each time."""
+    rng = random.Random(1)
+    run, writing, before = Run(folder, "--steps", "1000", "--tool_workers", "0"), 0, []
+    for kill in range(KILLS):
+        assert run.until((run.out / "args.json").exists), run.text()
+        beside = run.out / "checkpoints" / "unfinished"
+        if kill % 3 == 2:
+            run.until(functools.partial(run.says, "steps:"))
+            time.sleep(rng.uniform(0, 1))
+            run.until(beside.exists)
+            time.sleep(rng.uniform(0, 0.02))
+        else:
+            time.sleep(rng.uniform(1, 16))
+        os.killpg(run.process.pid, signal.SIGKILL)
+        run.process.wait()
+        writing += beside.exists()
+        kept = [line for line in open(run.out / "metrics.jsonl")] if run.steps() else []
+        last = max((int(p.parent.name[5:]) for p in run.out.glob("checkpoints/step-*/state.pt")), default=None)
+        assert kept[: len(before)] == before, "an earlier line was touched"
+        before = kept[: last + 1] if last is not None else []
+        run = Run(folder, "--steps", "1000", "--tool_workers", "0", "--resume")
+    assert run.until(lambda: len(run.steps()) > len(before) + 1), run.text()[-2000:]
+    os.killpg(run.process.pid, signal.SIGTERM)
+    run.wait()
+    steps = int((run.out / "adapter").readlink().parent.name[5:])
+    run = Run(folder, "--steps", str(steps + 1), "--tool_workers", "0", "--resume")
+    code = run.wait()
+    straight = Run(folder, "--steps", str(steps + 1), "--tool_workers", "0", out=folder / "straight")
+    straight.wait(600)
+    same = all(
+        (run.out / name).read_bytes() == (straight.out / name).read_bytes()
+        for name in ("samples.jsonl", "adapter/adapter_model.safetensors")
+    )
+    what = f"{KILLS} kills, {writing} of them inside a checkpoint, over {steps + 1} steps; samples and adapter {'equal' if same else 'differ from'} those of a run without"
+    return what, code == 0 and same and writing > 0 and whole(run, steps + 1)
+
+
+CASES = (
+    *(retriever_killed_and_restarted, retriever_stays_away, tool_hangs, tool_raises, tool_returns_10_mb),
+    *(disk_full_while_saving, read_only_out_folder, rank_killed, rank_raises, ctrl_c, ctrl_c_under_torchrun, sigterm),
+    *(torchrun_killed, killed_20_times),
+)
+MOUNTING = (disk_full_while_saving, read_only_out_folder)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", action="append", choices=[case.__name__ for case in CASES], help="one case")
+    args = parser.parse_args()
+    own = ["unshare", "--user", "--map-root-user", "--mount"]
+    mounts = "DRILL_MOUNTS" in os.environ
+    if not mounts and subprocess.run([*own, "true"], capture_output=True).returncode == 0:
+        os.execvpe(own[0], [*own, sys.executable, *sys.argv], os.environ | {"DRILL_MOUNTS": "1"})
+    failed = 0
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        for case in CASES:
+            if args.only and case.__name__ not in args.only:
+                continue
+            own_folder = Path(folder) / case.__name__
+            own_folder.mkdir()
+            started = time.monotonic()
+            if case in MOUNTING and not mounts:
+                what, right = "not tried: this machine gives no mount namespace", None
+            else:
+                try:
+                    what, right = case(own_folder)
+                except AssertionError as error:
+                    what, right = f"AssertionError: {error}", False
+            verdict = {True: "right", False: "WRONG", None: "-"}[right if right is None else bool(right)]
+            print(f"{verdict:<6}{case.__name__:<32}{time.monotonic() - started:5.0f} s  {what}", flush=True)
+            failed += right is False or right == 0
+            for pid in processes():
+                os.kill(pid, signal.SIGKILL)
+            subprocess.run(["umount", own_folder / "disk"], capture_output=True, check=False)
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    if "--broken" in sys.argv[1:2]:
+        broken(sys.argv[2], sys.argv[4:])
+    else:
+        main()
