@@ -70,7 +70,10 @@ def refuse_too_large(path, dtype, device):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    need, have = 2 * size * ranks / 2**30, memory_gb()
+    need, have = (
+        ranks * (2 * size / 2**30 + 3),
+        memory_gb(),
+    )  # 3: the engine's pages, activations, the programs themselves
     if need > have:
         raise SystemExit(
             f"--model {path}: its {sum(p.numel() for p in model.parameters()) / 1e9:.1f} billion parameters, held by trainer and engine, need "
