@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -37,16 +38,22 @@ class Log:
         self.sums, self.peaks, self.quiet, self.bar, self.shown = {}, {}, [], None, {}
         self.started = time.monotonic()
         self.mirrors = []
+        last = run.last_checkpoint(self.folder) if args.resume else None
         if run.rank() == 0:
             if args.wandb:
                 import wandb
 
-                wandb.init(project="turnwise", name=self.folder.name, config=dataclasses.asdict(args))
+                begun = (self.folder / "environment.json").read_bytes()  # a resumed run goes on in the same wandb run
+                name = hashlib.blake2b(begun, digest_size=8).hexdigest()
+                config = dataclasses.asdict(args)
+                wandb.init(project="turnwise", name=self.folder.name, id=name, config=config, resume="allow")
                 self.mirrors.append(lambda line: wandb.log(line, step=line["step"]))
             if args.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
-                writer = SummaryWriter(str(self.folder / "tensorboard"), flush_secs=10)
+                beyond = int(last.name.removeprefix("step-")) + 1 if last else None  # hidden, as it is cut off here
+                writer = SummaryWriter(str(self.folder / "tensorboard"), flush_secs=10, purge_step=beyond)
+                run.at_end(writer.flush)
                 self.mirrors.append(lambda line: [writer.add_scalar(k, v, line["step"]) for k, v in line.items()])
 
     def steps(self, done):
