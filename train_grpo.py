@@ -263,7 +263,8 @@ def main(args):
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
             evaluate(engine, task, args, log, step)
         saver.save(log.write(step, task.position))
-    show.summary(run.directory(args), policy.tokenizer)
+    if run.rank() == 0:
+        show.summary(run.directory(args), policy.tokenizer)
 
 
 if __name__ == "__main__":

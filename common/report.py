@@ -11,7 +11,7 @@ import statistics
 import time
 from pathlib import Path
 
-from common import run, show
+from common import show
 
 POINTS = 600  # of a curve; of longer ones each point is a mean over neighbours
 SAMPLE_BYTES = 4_300_000  # all samples together, so that the page stays below 5 MB
@@ -111,7 +111,7 @@ def thin(points):
 
 def meaning_of_metrics():
     """What docs/metrics.md says of each key, as a hint for the reader of a curve."""
-    file = run.ROOT / "docs" / "metrics.md"
+    file = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     rows = [
         [cell.strip(" `") for cell in re.split(r"(?<!\\)\|", line)[1:5]] for line in text.splitlines() if "|" in line

@@ -3,6 +3,7 @@
 Light on import: neither torch nor vllm, so that --help and a wrong flag are answered at once.
 """
 
+import argparse
 import atexit
 import contextlib
 import dataclasses
@@ -521,7 +522,47 @@ def environment():
     }
 
 
-if __name__ == "__main__":
-    from common import show
+# ---- afterwards
 
-    show.main()
+
+def look(argv=None):
+    """python -m common.run show|report: look at a run directory."""
+    from common import report, show
+
+    parser = argparse.ArgumentParser(prog="python -m common.run", description="Look at a run directory.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    one = commands.add_parser("show", help="print trajectories turn by turn, coloured by advantage")
+    one.add_argument("folder", type=Path, help="run directory, such as out/RUN")
+    one.add_argument("--step", type=int, help="step (default: the last that has samples of the kind)")
+    one.add_argument("--kind", help="train, eval, or what else the file has (default: train, or what comes first)")
+    one.add_argument("--count", type=int, default=3, help="trajectories (default: 3)")
+    which = one.add_mutually_exclusive_group()
+    for name, words in (
+        ("worst", "lowest outcome first, then lowest F1, then most negative advantage"),
+        ("best", "the reverse"),
+        ("near_miss", "wrong in the end, though a tool output holds a gold answer"),
+    ):
+        which.add_argument(f"--{name}", dest="which", action="store_const", const=name, help=words)
+
+    page = commands.add_parser("report", help="write one HTML page with curves, samples and settings")
+    page.add_argument("folder", type=Path, help="run directory, such as out/RUN")
+    page.add_argument("--out", type=Path, help="file to write (default: report.html in the run directory)")
+
+    args = parser.parse_args(argv)
+    if args.command == "report":
+        print(report.write(args.folder, args.out or args.folder / "report.html"))
+        return
+    if args.count < 1:
+        parser.error("--count: at least 1")
+    try:
+        show.show(args.folder, args.step, args.kind, args.which, args.count)
+        sys.stdout.flush()
+    except (
+        BrokenPipeError
+    ):  # the reader, such as `head`, has seen enough: Python must not write to it once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    look()

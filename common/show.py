@@ -6,7 +6,6 @@
 Imports neither torch nor vllm, and reads runs that are still going on.
 """
 
-import argparse
 import heapq
 import itertools
 import json
@@ -19,7 +18,6 @@ import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common import run
 from common.scores import normalise
 
 TABLE = (("exact match", "eval/em"), ("F1", "eval/f1"), ("turns", "eval/turns"), ("tool calls", "eval/tool_calls"))
@@ -39,7 +37,7 @@ def lines(path):
                 item = json.loads(raw)
             except ValueError:
                 if raw.endswith(b"\n"):
-                    run.say(f"warning: {path}, line {number}: not JSON, left out")
+                    print(f"warning: {path}, line {number}: not JSON, left out", file=sys.stderr)
             else:
                 yield offset, item
             offset += len(raw)
@@ -205,8 +203,6 @@ def terminal():
 
 def summary(folder, tokenizer):
     """Print the table, the path of the curve, and the tutorial trajectory with its tokens (rank 0)."""
-    if run.rank() > 0:
-        return
     folder = Path(folder)
     metrics = list(stream(folder / "metrics.jsonl"))
     evals = [line for line in metrics if line["eval/em"] is not None]
@@ -281,42 +277,3 @@ def in_words(steps):
         return f"{steps[0]} only"
     whole = len(steps) == steps[-1] - steps[0] + 1
     return f"{steps[0]} to {steps[-1]}" + ("" if whole else f" ({len(steps)} of them)")
-
-
-def main(argv=None):
-    """The commands for a run directory: show and report."""
-    parser = argparse.ArgumentParser(prog="python -m common.run", description="Look at a run directory.")
-    commands = parser.add_subparsers(dest="command", required=True)
-
-    one = commands.add_parser("show", help="print trajectories turn by turn, coloured by advantage")
-    one.add_argument("folder", type=Path, help="run directory, such as out/RUN")
-    one.add_argument("--step", type=int, help="step (default: the last that has samples of the kind)")
-    one.add_argument("--kind", help="train, eval, or what else the file has (default: train, or what comes first)")
-    one.add_argument("--count", type=int, default=3, help="trajectories (default: 3)")
-    which = one.add_mutually_exclusive_group()
-    for name, words in (
-        ("worst", "lowest outcome first, then lowest F1, then most negative advantage"),
-        ("best", "the reverse"),
-        ("near_miss", "wrong in the end, though a tool output holds a gold answer"),
-    ):
-        which.add_argument(f"--{name}", dest="which", action="store_const", const=name, help=words)
-
-    page = commands.add_parser("report", help="write one HTML page with curves, samples and settings")
-    page.add_argument("folder", type=Path, help="run directory, such as out/RUN")
-    page.add_argument("--out", type=Path, help="file to write (default: report.html in the run directory)")
-
-    args = parser.parse_args(argv)
-    if args.command == "report":
-        from common import report
-
-        print(report.write(args.folder, args.out or args.folder / "report.html"))
-        return
-    if args.count < 1:
-        parser.error("--count: at least 1")
-    try:
-        show(args.folder, args.step, args.kind, args.which, args.count)
-        sys.stdout.flush()
-    except (
-        BrokenPipeError
-    ):  # the reader, such as `head`, has seen enough; Python must not write to it once more at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

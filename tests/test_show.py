@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import samples
 
-from common import report, show
+from common import report, run, show
 from common.log import METRICS, sample
 from common.turns import Question, Trajectory, Turn
 
@@ -43,13 +43,13 @@ def folder(tmp_path):
 
 
 def printed(capsys, *words):
-    show.main(["show", *map(str, words)])
+    run.look(["show", *map(str, words)])
     return capsys.readouterr().out
 
 
 def refused(*words):
     with pytest.raises(SystemExit) as stopped:
-        show.main([*map(str, words)])
+        run.look([*map(str, words)])
     assert "\n" not in str(stopped.value)
     return str(stopped.value)
 
@@ -181,7 +181,7 @@ def test_a_bad_line_before_the_end_is_left_out_and_said(folder, capsys):
     at = folder([line(1)])
     with open(at / "samples.jsonl", "a") as file:
         file.write('{"step": 2, "ki\n' + json.dumps(line(3)) + "\n")
-    show.main(["show", str(at)])
+    run.look(["show", str(at)])
     out, err = capsys.readouterr()
     assert "step 3" in out and "line 2: not JSON" in err
 
@@ -201,7 +201,7 @@ def test_looking_at_a_run_needs_neither_torch_nor_vllm(folder):
     at = folder([line()], [dict.fromkeys(METRICS) | {"step": 0}])
     code = (
         "import sys; from common import show; "
-        f"show.main(['show', {str(at)!r}, '--worst']); "
+        f"run.look(['show', {str(at)!r}, '--worst']); "
         "assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
