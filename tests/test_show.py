@@ -200,8 +200,8 @@ def test_errors_are_one_line_and_say_what_there_is(folder, tmp_path):
 def test_looking_at_a_run_needs_neither_torch_nor_vllm(folder):
     at = folder([line()], [dict.fromkeys(METRICS) | {"step": 0}])
     code = (
-        "import sys; from common import show; "
-        f"run.look(['show', {str(at)!r}, '--worst']); "
+        "import sys; from common import run; "
+        f"run.look(['show', {str(at)!r}, '--worst']); run.look(['report', {str(at)!r}]); "
         "assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
