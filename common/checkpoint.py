@@ -89,7 +89,8 @@ class Saver:
         self._tidy()
 
     def _tidy(self):
-        """Point the links at the last and the best checkpoint, then remove what is not kept."""
+        """Point the links at the last and the best checkpoint, then remove what is not kept, and what a kill left unfinished."""
+        shutil.rmtree(self.folder / "unfinished", ignore_errors=True)
         paths = sorted(self.folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
         best = self.folder / f"step-{self.best[1]}" if self.best else paths[-1]
         for name, path in (("adapter", paths[-1]), ("adapter-best", best)):

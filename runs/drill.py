@@ -87,6 +87,7 @@ class Run:
     def launch(self, command):
         threads = str(max(1, (os.cpu_count() or 2) // self.ranks))
         environment = os.environ | {"OMP_NUM_THREADS": threads, "DRILL": MARK}
+        self.started = time.time()
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
@@ -341,10 +342,10 @@ def killed_20_times(folder):
             run.until(beside.exists)
             time.sleep(rng.uniform(0, 0.02))
         else:
-            time.sleep(rng.uniform(1, 16))
+            time.sleep(rng.uniform(1, 20))
         os.killpg(run.process.pid, signal.SIGKILL)
         run.process.wait()
-        writing += beside.exists()
+        writing += beside.exists() and beside.stat().st_mtime > run.started  # not what an earlier kill left
         kept = [line for line in open(run.out / "metrics.jsonl")] if run.steps() else []
         last = max((int(p.parent.name[5:]) for p in run.out.glob("checkpoints/step-*/state.pt")), default=None)
         assert kept[: len(before)] == before, "an earlier line was touched"

@@ -228,4 +228,4 @@ def test_an_evaluation_measures_what_training_measured_and_repeats_itself(tmp_pa
     text = (tmp_path / "one" / "eval.md").read_text()
     assert "| exact match |" in text and text in done.stdout
     again = commands.command("eval.py", *words.split(), check=False)
-    assert again.returncode != 0 and "never overwritten" in again.stderr and "Traceback" not in again.stderr
+    assert again.returncode != 0 and "nothing is overwritten" in again.stderr and "Traceback" not in again.stderr
