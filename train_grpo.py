@@ -220,7 +220,7 @@ def main(args):
     device = run.setup(args, __file__)
     policy = Policy(args, device)
     log = Log(args)
-    saver = checkpoint.Saver(args, policy, task, log)  # --resume: all as it was after the last saved step
+    saver = checkpoint.Saver(args, policy, task, log)  # --resume: all is as it was, before the engine takes the adapter
     engine = Engine(policy, args)
     engine.self_test(policy)
     if saver.done is None:

@@ -5,6 +5,7 @@ lengths of metrics.jsonl and samples.jsonl, best evaluation). It is written besi
 adapter-best are links to the adapters of the last and of the best one. The learning rate is constant: there is no schedule to keep.
 """
 
+import contextlib
 import io
 import os
 import random
@@ -31,8 +32,8 @@ class Saver:
         self.args, self.policy, self.task, self.log = args, policy, task, log
         self.folder = run.directory(args) / "checkpoints"
         self.done, self.best = None, None  # best: (held-out exact match, step)
-        self.random = None  # of each rank, from the checkpoint
-        self.state = None  # after the last finished step: (step, adapter, bytes of state.pt)
+        self.random = None  # states of each rank, from the checkpoint
+        self.state = None  # after the last finished step: (step, best, adapter, bytes of state.pt)
         self.written, self.lock = None, threading.Lock()
         last = run.last_checkpoint(run.directory(args)) if args.resume else None
         if last:
@@ -41,7 +42,7 @@ class Saver:
             run.at_end(self.rescue)
 
     def steps(self):
-        """The steps that are left, on this rank's random states."""
+        """The steps that are left, begun with the random states of the last one."""
         if self.random and run.rank() < len(self.random):
             set_random_states(self.random[run.rank()])
         return self.log.steps(self.done)
@@ -49,23 +50,22 @@ class Saver:
     def save(self, line):
         step, score = line["step"], line["eval/em"]
         better = score is not None and (self.best is None or score > self.best[0])
-        if better:
-            self.best = (score, step)
-        self.done = step
+        best = (score, step) if better else self.best
         states = run.gather([random_states()])
-        if run.rank() > 0:
-            return
-        buffer = io.BytesIO()
-        content = {
-            "step": step,
-            "best": self.best,
-            "questions": self.task.position,
-            "random": states,
-            "log": self.log.state(),
-            "optimizer": self.policy.optimizer.state_dict(),
-        }
-        torch.save(content, buffer)
-        self.state = step, self.policy.adapter_state(), buffer.getbuffer()
+        if run.rank() == 0:
+            content = {
+                "step": step,
+                "best": best,
+                "questions": self.task.position,
+                "data": getattr(self.task, "fingerprint", None),
+                "random": states,
+                "log": self.log.state(),
+                "optimizer": self.policy.optimizer.state_dict(),
+            }
+            buffer = io.BytesIO()
+            torch.save(content, buffer)
+            self.state = step, best, self.policy.adapter_state(), buffer.getbuffer()
+        self.done, self.best = step, best
         if better or step in (0, self.args.steps) or (self.args.save_every and step % self.args.save_every == 0):
             self.write()
 
@@ -75,7 +75,7 @@ class Saver:
             if self.state and self.state[0] != self.written:
                 run.patiently(f"the checkpoint of step {self.state[0]}", lambda: self._write(*self.state))
 
-    def _write(self, step, adapter, state):
+    def _write(self, step, best, adapter, state):
         target, beside = self.folder / f"step-{step}", self.folder / "unfinished"
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
@@ -86,15 +86,17 @@ class Saver:
         beside.rename(target)
         flush(self.folder)
         self.written = step
-        self._tidy()
+        self._tidy(best)
 
-    def _tidy(self):
+    def _tidy(self, best):
         """Point the links at the last and the best checkpoint, then remove what is not kept, and what a kill left unfinished."""
         shutil.rmtree(self.folder / "unfinished", ignore_errors=True)
         paths = sorted(self.folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-        best = self.folder / f"step-{self.best[1]}" if self.best else paths[-1]
+        best = self.folder / f"step-{best[1]}" if best else paths[-1]
         for name, path in (("adapter", paths[-1]), ("adapter-best", best)):
             link, beside = self.folder.parent / name, self.folder.parent / f".{name}"
+            if link.is_dir() and not link.is_symlink():  # the directory was copied with its links followed
+                shutil.rmtree(link)
             beside.unlink(missing_ok=True)
             beside.symlink_to(Path("checkpoints") / path.name / "adapter")
             beside.replace(link)
@@ -104,9 +106,12 @@ class Saver:
 
     def _restore(self, path):
         state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+        if state["data"] != getattr(self.task, "fingerprint", None):
+            raise SystemExit(f"--resume: questions or corpus are not those that {self.folder.parent} was begun with.")
         self.done = self.written = state["step"]
         self.best, self.random = state["best"], state["random"]
         self.task.position = state["questions"]
+        self.policy.load_adapter(path / "adapter")
         self.policy.optimizer.load_state_dict(state["optimizer"])
         self.log.restore(state["log"], self.done)
         if run.rank() == 0:
@@ -114,41 +119,39 @@ class Saver:
                 run.say(
                     f"begun on {len(self.random)} ranks, goes on on {run.world_size()}: same samples, other rounding"
                 )
-            self._tidy()
+            if self.done >= self.args.steps:
+                run.say(f"complete with {self.done} steps: a larger --steps goes on")
+            self._tidy(self.best)
 
     def rescue(self):
-        """When the run ends before its time: write the last finished step, and say how to go on."""
-        if self.done is None or self.written == self.args.steps:
-            if self.done is None:
-                run.say("Nothing had been finished yet: start it again as before.")
-            return
+        """When the run ends before its time: write the last finished step. Returns how to go on, in words."""
+        if self.done is None:
+            return "Nothing had been finished yet: start it again as before."
+        if self.done >= self.args.steps and self.written == self.done:
+            return None
         try:
             self.write()
-        finally:
-            run.say(f"Step {self.written} is saved in {self.folder}. Go on with:\n  {resume_command()}")
+            failed = ""
+        except Exception as error:
+            failed = f"Step {self.done} could not be saved ({error}). "
+        return f"{failed}Step {self.written} is saved in {self.folder}. Go on with:\n  {resume_command()}"
 
 
 def resume_command():
-    """The command that goes on with this run, as it would be typed."""
+    """The command that goes on with this run."""
     words = [*sys.argv, *([] if "--resume" in sys.argv else ["--resume"])]
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return shlex.join(
-            [
-                Path(sys.executable).name
-                if shutil.which(Path(sys.executable).name) == sys.executable
-                else sys.executable,
-                *words,
-            ]
-        )
+        return shlex.join([sys.executable, *words])
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
-    launcher = ["torchrun", "--nproc_per_node", os.environ["LOCAL_WORLD_SIZE"]]
-    return shlex.join([*launcher, *(["--nnodes", str(nodes), "..."] if nodes > 1 else []), *words])
+    where = ["--standalone"] if nodes == 1 else ["--nnodes", str(nodes), "..."]
+    launcher = ["-m", "torch.distributed.run", *where, "--nproc_per_node", os.environ["LOCAL_WORLD_SIZE"]]
+    return shlex.join([sys.executable, *launcher, *words])
 
 
 def random_states():
     """The global random states of this process, as plain data and tensors."""
     kind, keys, *rest = numpy.random.get_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None  # of this rank's device
     return [random.getstate(), (kind, keys.tolist(), *rest), torch.get_rng_state(), cuda]
 
 
@@ -157,14 +160,17 @@ def set_random_states(states):
     random.setstate((version, tuple(numbers), gauss))
     numpy.random.set_state(tuple(states[1]))
     torch.set_rng_state(states[2])
-    if torch.cuda.is_available() and states[3]:
-        torch.cuda.set_rng_state_all(states[3])
+    if torch.cuda.is_available() and states[3] is not None:
+        torch.cuda.set_rng_state(states[3])
 
 
 def flush(path):
     """Have the system bring a file or folder to the disk: after a power cut a renamed checkpoint must not be empty."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with (
+            contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext()
+        ):  # some mounts know no such thing
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

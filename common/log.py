@@ -62,17 +62,16 @@ class Log:
 
         left = range(done + 1, self.args.steps + 1)
         self.bar = tqdm(left, desc="steps", initial=done, total=self.args.steps, disable=run.rank() > 0)
-        self.bar.set_postfix(self.shown)
         return self.bar
 
     def state(self):
-        """What a checkpoint keeps: the counters of the warnings and the bar, and how long the files are (rank 0)."""
-        sizes = {name: (self.folder / name).stat().st_size for name in ("metrics.jsonl", "samples.jsonl")}
-        return {"quiet": self.quiet, "shown": self.shown, "sizes": sizes}
+        """What a checkpoint keeps: the counters of the warnings, and how long the files are (rank 0)."""
+        paths = (self.folder / name for name in ("metrics.jsonl", "samples.jsonl"))
+        return {"quiet": self.quiet, "sizes": {path.name: path.stat().st_size for path in paths if path.exists()}}
 
     def restore(self, state, step):
         """Go on after `step`: what the files hold beyond it is cut off, so that every step stands once."""
-        self.quiet, self.shown = state["quiet"], state["shown"]
+        self.quiet = state["quiet"]
         if run.rank() > 0:
             return
         for name, size in state["sizes"].items():

@@ -68,16 +68,13 @@ def refuse_too_large(path, dtype, device):
 
     with torch.device("meta"):  # shapes only
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    need, have = (
-        ranks * (2 * size / 2**30 + 3),
-        memory_gb(),
-    )  # 3: the engine's pages, activations, the programs themselves
-    if need > have:
+    count = sum(p.numel() for p in model.parameters())
+    holders = 2 * int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # trainer and engine of each rank
+    need = 1.15 * count * dtype.itemsize * holders / 2**30  # a seventh for activations and the engine's pages
+    if need > (have := memory_gb()):
         raise SystemExit(
-            f"--model {path}: its {sum(p.numel() for p in model.parameters()) / 1e9:.1f} billion parameters, held by trainer and engine, need "
-            f"{need:.0f} GiB, and this machine has {have:.0f} GiB and no GPU. What runs here: python train_grpo.py --model tiny --task tiny_search"
+            f"--model {path}: its {count / 1e9:.1f} billion parameters, held by trainer and engine, need {need:.0f} GiB, and this "
+            f"machine has {have:.0f} GiB and no GPU. What runs here: python train_grpo.py --model tiny --task tiny_search"
         )
 
 

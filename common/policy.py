@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from torch.nn.functional import scaled_dot_product_attention as attend
 from transformers import AttentionInterface, AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -53,7 +53,7 @@ class Policy:
         refuse_unsupported(base, args.max_context)
         base.requires_grad_(False)
         if args.adapter:
-            self.model = load_adapter(base, args.adapter)
+            self.model = with_adapter(base, args.adapter)
         else:
             lora = LoraConfig(
                 r=args.lora_rank,
@@ -180,6 +180,12 @@ class Policy:
         trained = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
         return {name: p.detach().to("cpu", copy=True) for name, p in trained}
 
+    def load_adapter(self, path):
+        """Take over the weights of an adapter that this policy saved."""
+        result = set_peft_model_state_dict(self.model, load_peft_weights(str(path), device="cpu"))
+        if result.unexpected_keys:
+            raise SystemExit(f"{path}: an adapter of another form, with {result.unexpected_keys[0]}")
+
     def save_adapter(self, path, state=None):
         """Write a normal PEFT adapter: of the policy as it is, or of an earlier adapter_state()."""
         self.model.save_pretrained(path, state_dict=state, save_embedding_layers=False)
@@ -201,15 +207,24 @@ def make_optimizer(name, parameters, lr):
 
 def refuse_other_base(adapter, path):
     """Stop at start-up when an adapter was trained on another base: it may fit by its shapes and still make nonsense."""
-    base = json.loads((Path(adapter) / "adapter_config.json").read_text()).get("base_model_name_or_path")
-    if base and Path(base).name != Path(path).name:
+    try:
+        base = json.loads((Path(adapter) / "adapter_config.json").read_text()).get("base_model_name_or_path")
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"--adapter {adapter}: its adapter_config.json cannot be read ({error})") from None
+
+    def name(of):
+        """Of a hub id, of a folder, or of a snapshot in the hub's cache: .../models--Qwen--Qwen2.5-3B/snapshots/1234."""
+        cached = [part for part in Path(of).parts if part.startswith("models--")]
+        return (cached[0].split("--")[-1] if cached else Path(of).name).lower()
+
+    if base and name(base) != name(path):
         raise SystemExit(
             f"--adapter {adapter}: trained on {base}, not on {path}. If they are the same model under another name, change "
             "base_model_name_or_path in its adapter_config.json."
         )
 
 
-def load_adapter(base, adapter):
+def with_adapter(base, adapter):
     """The base with a saved adapter, ready to train on. Raises SystemExit when it does not fit."""
     try:
         return PeftModel.from_pretrained(base, adapter, is_trainable=True)

@@ -12,6 +12,7 @@ import os
 import queue
 import random
 import shutil
+import tempfile
 import threading
 import time
 import warnings
@@ -477,11 +478,14 @@ class AdapterStore:
             self._remove_dead(memory)
             roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > need
             parent = memory if roomy else Path(run.directory(args))
-            fresh = parent / f".turnwise-{os.getpid()}"  # renamed when locked: nobody takes it for a dead run's
-            fresh.mkdir(parents=True)
+            self._remove_dead(parent)
+            name = f"turnwise-{os.getuid()}-"
+            fresh = Path(
+                tempfile.mkdtemp(prefix=f".{name}", dir=parent)
+            )  # renamed when locked: nobody takes it for dead
             self.lock = open(fresh / "lock", "w")
             fcntl.flock(self.lock, fcntl.LOCK_EX)
-            folder = fresh.rename(parent / f"turnwise-{os.getuid()}-{os.getpid()}")
+            folder = fresh.rename(parent / fresh.name.removeprefix("."))
             run.at_end(lambda: shutil.rmtree(folder, ignore_errors=True))
         else:
             folder = None
@@ -489,7 +493,7 @@ class AdapterStore:
         self.versions = deque()
 
     def _remove_dead(self, parent):
-        for folder in parent.glob(f"turnwise-{os.getuid()}-*"):
+        for folder in (*parent.glob(f"turnwise-{os.getuid()}-*"), *parent.glob(f".turnwise-{os.getuid()}-*")):
             with contextlib.suppress(OSError), open(folder / "lock") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
@@ -500,7 +504,7 @@ class AdapterStore:
     def save(self, policy, version):
         """All ranks together: one rank per node writes, none goes on before it is there, and the version before the last is deleted."""
         if run.local_rank() == 0:
-            policy.save_adapter(self.path(version))
+            run.patiently(f"adapter {version} in {self.folder}", lambda: policy.save_adapter(self.path(version)))
             self.versions.append(version)
             while len(self.versions) > 2:  # the one before may not have been loaded yet by a slower rank
                 shutil.rmtree(self.path(self.versions.popleft()), ignore_errors=True)

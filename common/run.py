@@ -171,7 +171,7 @@ def check(args):
         raise SystemExit(
             f"--minibatches {args.minibatches}: no more than --questions ({args.questions}), whose groups they share."
         )
-    if args.adapter and not args.resume and not (Path(args.adapter) / "adapter_config.json").exists():
+    if args.adapter and not (Path(args.adapter) / "adapter_config.json").exists():
         raise SystemExit(f"--adapter {args.adapter}: no adapter_config.json there.")
     if not args.task:
         raise SystemExit(
@@ -233,58 +233,84 @@ def launch(main, args):
     try:
         main(args)
     except SystemExit as stop:
-        finish(stop.code if isinstance(stop.code, int) else 1, stop.code)
+        code = 0 if stop.code is None else stop.code
+        finish(*((code,) if isinstance(code, int) else (1, code)))
     except BaseException as error:
-        text = "".join(traceback.format_exception(error))
+        full = isinstance(error, OSError) and error.errno in NO_ROOM
+        text = str(error) if full else "".join(traceback.format_exception(error))
         if world_size() > 1:
-            text += f"This was rank {rank()}. If another rank ended first, its own message says why."
+            text += f"\nThis was rank {rank()}. If another rank ended first, its own message says why."
         finish(1, text)
     with FINISHING:  # not before another thread is done with it
         pass
 
 
 def at_end(action):
-    """Have `action()` called when the process ends, in whatever way but kill -9; it may be called from another thread."""
-    ENDINGS.append(action)
+    """Have `action()` called when the process ends, in whatever way but kill -9, the latest given first. It may be called from another
+    thread; what it returns is said."""
+    ENDINGS.insert(0, action)
     atexit.register(action)
 
 
 def finish(code, text=None):
-    """End this process at once: say why, do what at_end was given, leave. The main thread may hang in a collective: it is not asked."""
+    """End this process at once: do what at_end was given, say why, leave. The main thread may hang in a collective: it is not asked.
+
+    Nothing may keep it from leaving: where the terminal or the reader of a pipe is gone, every word is an error.
+    """
     if not FINISHING.acquire(blocking=False):
         threading.Event().wait()  # another thread is at it
     STOPPING.set()
-    if text:
-        say(str(text))
-    for action in ENDINGS:
-        try:
-            action()
-        except Exception as error:
-            say(f"{action.__qualname__}: {error!r}")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    words = [text]
+    try:
+        for action in ENDINGS:
+            try:
+                words.append(action())
+            except Exception as error:
+                words.append(f"while the run ended: {error!r}")
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        with contextlib.suppress(Exception):  # not by `say`: another thread may have died with the bar's lock
+            os.write(2, ("\n" + "\n".join(str(word) for word in words if word) + "\n").encode())
+    finally:
+        os._exit(code)
 
 
 def _watch():
     """Watch for signals in a thread of its own: the main thread may be in a collective that never returns."""
+    stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in stops:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, lambda *_: None)
+
+    def in_child():
+        """A process that a tool forks is no part of this: it dies of its signals."""
+        with contextlib.suppress(ValueError):
+            signal.set_wakeup_fd(-1)
+            for number in stops:
+                signal.signal(number, signal.SIG_DFL)
+
+    os.register_at_fork(after_in_child=in_child)
     parent = os.getppid()
 
     def watch():
         while True:
             if select.select([reader], [], [], 1.0)[0]:
                 number = os.read(reader, 1)[0]
-                if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                    name = signal.Signals(number).name
-                    finish(128 + number, f"{name}: the step under way is dropped." if rank() == 0 else None)
+                if number in stops:
+                    end(128 + number, f"{signal.Signals(number).name} received.")
             elif "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != parent:
-                finish(1, "torchrun is gone: the step under way is dropped." if rank() == 0 else None)
+                end(1, "torchrun is gone.")
+
+    asked = []
+
+    def end(code, why):
+        asked.append(time.monotonic())
+        if asked[-1] - asked[0] > 3:  # twice, and not by a scheduler and torchrun at once: the disk may hang
+            os._exit(code)
+        threading.Thread(target=finish, args=(code, why if rank() == 0 else None), daemon=True).start()
 
     threading.Thread(target=watch, name="signals", daemon=True).start()
 
@@ -298,7 +324,7 @@ def patiently(what, action):
         try:
             return action()
         except (OSError, safetensors.SafetensorError) as error:
-            if isinstance(error, OSError) and error.errno not in NO_ROOM:
+            if STOPPING.is_set() or (isinstance(error, OSError) and error.errno not in NO_ROOM):
                 raise
             if until is None:
                 until = time.monotonic() + PATIENCE
@@ -322,8 +348,7 @@ def append(path, lines):
 def setup(args, script):
     """Process group, seeds, device and run directory. Returns the device of this rank.
 
-    Raises SystemExit when the run directory holds a run: nothing that was finished is overwritten. With --resume args.adapter becomes that
-    of the last checkpoint: the policy starts from it.
+    Raises SystemExit when the run directory holds a run: nothing that was finished is overwritten.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if world_size() == 1:  # what torchrun would have set
@@ -363,8 +388,6 @@ def setup(args, script):
     if rank() == 0:
         write_header(args, Path(script).resolve(), folder)
     dist.barrier()
-    if args.resume and (last := last_checkpoint(folder)):
-        args.adapter = str(last / "adapter")
     return device
 
 
@@ -433,10 +456,10 @@ def taken(folder):
 
 def refusal(args, folder):
     """Claim the run directory until this process ends. Returns why it cannot be had, in one line, or None."""
-    if not args.resume and taken(folder):
-        go_on = "go on with it by --resume, " if last_checkpoint(folder) else ""
-        return f"{folder} exists, and nothing is overwritten: {go_on}give another --out or move it away."
     try:
+        if not args.resume and taken(folder):
+            go_on = "go on with it by --resume, " if last_checkpoint(folder) else ""
+            return f"{folder} exists, and nothing is overwritten: {go_on}give another --out or move it away."
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / "lock", "a")
     except OSError as error:
@@ -460,6 +483,10 @@ def write_header(args, script, folder):
                 say(
                     f"warning: {copy.relative_to(folder)} is not what it was when the run began (the copy is in {folder})"
                 )
+        begun = json.loads((folder / "args.json").read_text())
+        changed = {name: value for name, value in vars(args).items() if name in MAY_CHANGE and name != "resume"}
+        (folder / "args.json.new").write_text(json.dumps(begun | changed, indent=2) + "\n")
+        (folder / "args.json.new").rename(folder / "args.json")
         say(f"goes on after {last.name}: {folder}")
         return
     if args.resume:

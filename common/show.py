@@ -34,7 +34,7 @@ def lines(path):
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
             try:
-                item = json.loads(raw)
+                item = json.loads(raw, parse_constant=lambda _: None)  # NaN is no JSON
             except ValueError:
                 if raw.endswith(b"\n"):
                     print(f"warning: {path}, line {number}: not JSON, left out", file=sys.stderr)
@@ -80,7 +80,7 @@ def read(path, groups):
     with open(path, "rb") as file:
         for offset in itertools.chain.from_iterable(g.offsets for g in groups):
             file.seek(offset)
-            yield json.loads(file.readline())
+            yield json.loads(file.readline(), parse_constant=lambda _: None)
 
 
 # ---- judging

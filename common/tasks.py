@@ -3,6 +3,7 @@
 Only what the model itself sampled is ever parsed.
 """
 
+import hashlib
 import heapq
 import json
 import random
@@ -14,6 +15,8 @@ from common import models, protocol, run, tiny
 from common.scores import exact_match, f1, normalise
 from common.turns import Question
 from tools.search import Retriever, Search
+
+TEST = 500  # questions of a file that are kept for eval.py
 
 
 @dataclass
@@ -48,6 +51,10 @@ class SearchQA:
         self.chat = args.template == "on" or (args.template == "auto" and tokenizer.chat_template is not None)
         self.examples = "".join(protocol.worked_example(e) for e in protocol.EXAMPLES[: args.shots])
         self.position = 0  # questions taken so far, over all ranks
+        data = [(q.id, q.text, q.golds) for q in train], getattr(search, "fingerprint", None)
+        self.fingerprint = hashlib.sha256(
+            repr(data).encode()
+        ).hexdigest()  # a run that is resumed on other data is refused
         self.seed, self.order = args.seed, (None, [])
 
     # -- questions
@@ -129,6 +136,8 @@ def read_question(line, number):
         raise ValueError(f"not UTF-8 (byte {error.start + 1}: {error.reason})") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON (column {error.colno}: {error.msg})") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     if not isinstance(item, dict):
         raise ValueError('not an object {"question": ..., "answers": [...]}')
     for key in ("question", "answers"):
@@ -137,11 +146,13 @@ def read_question(line, number):
     text, golds, name = item["question"], item["answers"], item.get("id")
     if not isinstance(text, str) or not text.strip():
         raise ValueError("question must be a string that is not empty")
-    if not isinstance(golds, list) or not golds or not all(isinstance(g, str) and normalise(g) for g in golds):
-        raise ValueError("answers must be a list of strings that are not empty after normalisation")
+    if not isinstance(golds, list) or not golds or not all(isinstance(gold, str) and gold.strip() for gold in golds):
+        raise ValueError("answers must be a list of strings that are not empty")
+    if not any(map(normalise, golds)):  # one alias may be, such as "the"
+        raise ValueError("no answer is left after normalisation")
     if any("\ud800" <= c <= "\udfff" for c in "".join((text, *golds))):
         raise ValueError("question and answers must be valid Unicode: half of a surrogate pair cannot be encoded")
-    return Question(str(number if name is None else name), text, golds, info={"line": number})
+    return Question(f"line-{number}" if name is None else str(name), text, golds, info={"line": number})
 
 
 def read_questions(path):
@@ -213,16 +224,16 @@ def load(args, whole=False):
 
 
 def split(questions, held_out):
-    """(train, held-out, test): fixed pseudo-random parts of a file, the latter two of equal size, at most a quarter of the file each.
+    """(train, held-out, test): fixed pseudo-random parts of a file; `held_out` questions and TEST, but at most a quarter of the file each.
 
-    No question text is in two of them.
+    The test questions do not depend on `held_out`. No question text is in two of them.
     """
     order = sorted(questions, key=lambda q: random.Random(q.text).random())
-    count = min(held_out, max(1, len(order) // 4))
+    quarter = max(1, len(order) // 4)
     parts, taken = [], set()
-    for _ in ("held-out", "test"):
-        parts.append([q for q in order if normalise(q.text) not in taken][:count])
-        taken |= {normalise(q.text) for q in parts[-1]}
+    for count, candidates in ((TEST, order[::-1]), (held_out, order)):
+        parts.insert(0, [q for q in candidates if normalise(q.text) not in taken][: min(count, quarter)])
+        taken |= {normalise(q.text) for q in parts[0]}
     train = [q for q in questions if normalise(q.text) not in taken]
     if not train:
         raise SystemExit(

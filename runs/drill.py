@@ -76,8 +76,8 @@ def broken(how, argv):
 class Run:
     """A training run under way; its output goes to `folder`/log."""
 
-    def __init__(self, folder, *words, out=None, ranks=1, how=None):
-        self.out, self.log, self.ranks = out or folder / "run", folder / "log", ranks
+    def __init__(self, folder, *words, out=None, ranks=1, how=None, piped=False):
+        self.out, self.log, self.ranks, self.piped = out or folder / "run", folder / "log", ranks, piped
         script = [str(ROOT / "train_grpo.py")] if how is None else [__file__, "--broken", how, "--"]
         launch = [sys.executable]
         if ranks > 1:
@@ -89,9 +89,14 @@ class Run:
         environment = os.environ | {"OMP_NUM_THREADS": threads, "DRILL": MARK}
         self.started = time.time()
         with open(self.log, "w") as log:
+            if self.piped:
+                self.reader = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=log)
+            output = self.reader.stdin if self.piped else log
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+                command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
             )
+            if self.piped:
+                self.reader.stdin.close()
 
     def steps(self):
         with contextlib.suppress(OSError, ValueError):
@@ -127,8 +132,6 @@ class Run:
         found = re.search(r"Go on with:\n  (.*)", self.text())
         assert found, f"no resume command: {self.text()[-2000:]}"
         words = shlex.split(found[1])
-        if words[0] == "torchrun":
-            words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:]]
         self.launch([*words, *more])
         return self.wait()
 
@@ -152,6 +155,14 @@ def left_in_memory():
 def whole(run, steps):
     """Every step stands once, and nobody and nothing is left behind."""
     return run.steps() == list(range(steps + 1)) and not processes() and not left_in_memory()
+
+
+def finished(run, last):
+    """Whether `last` (step-N) is the last finished step. Its line of metrics comes a moment before its state is taken, hence the one less."""
+    return int(last.removeprefix("step-")) in (run.steps()[-1], run.steps()[-1] - 1) and last not in (
+        "step-0",
+        "step-1",
+    )
 
 
 class Server:
@@ -273,12 +284,13 @@ def rank_killed(folder):
     code = run.wait(90)
     while processes() and time.monotonic() < at + 90:
         time.sleep(0.1)
-    seconds, stopped = time.monotonic() - at, run.steps()
+    seconds = time.monotonic() - at
     last = (run.out / "adapter").readlink().parent.name
     right = code not in (0, "still running") and seconds < 60 and not left_in_memory()
+    saved = finished(run, last)
     again = run.go_on()
     what = f"all ranks ended within {seconds:.0f} s with {last} saved; resumed to step {run.steps()[-1]}"
-    return what, right and last in (f"step-{stopped[-1]}", f"step-{stopped[-1] - 1}") and again == 0 and whole(run, 6)
+    return what, right and saved and again == 0 and whole(run, 6)
 
 
 def rank_raises(folder):
@@ -299,7 +311,7 @@ def _stopped(folder, number, ranks):
     code = run.wait(90)
     seconds, right = time.monotonic() - at, not processes() and not left_in_memory()
     last = (run.out / "adapter").readlink().parent.name
-    right = right and code not in (0, "still running") and (ranks > 1 or code == 128 + number)
+    right = right and code not in (0, "still running") and (ranks > 1 or code == 128 + number) and finished(run, last)
     again = run.go_on()
     return f"ended within {seconds:.0f} s with {last} saved; resumed to step {run.steps()[-1]}", right and (
         again == 0 and whole(run, 6)
@@ -308,6 +320,24 @@ def _stopped(folder, number, ranks):
 
 def ctrl_c(folder):
     return _stopped(folder, signal.SIGINT, ranks=1)
+
+
+def ctrl_c_of_a_pipe(folder):
+    """As of `... | tee log`: tee dies as well, and every further word is an error."""
+    run = Run(folder, "--save_every", "50", piped=True)
+    run.until_step(3)
+    run.reader.kill()
+    os.kill(run.process.pid, signal.SIGINT)
+    at = time.monotonic()
+    code = run.wait(90)
+    seconds, right = time.monotonic() - at, not processes() and not left_in_memory()
+    last = (run.out / "adapter").readlink().parent.name
+    right = right and code in (1, 130) and finished(run, last)
+    run = Run(folder, "--resume")
+    again = run.wait()
+    return f"ended within {seconds:.0f} s with {last} saved; resumed to step {run.steps()[-1]}", right and (
+        again == 0 and whole(run, 6)
+    )
 
 
 def ctrl_c_under_torchrun(folder):
@@ -326,7 +356,10 @@ def torchrun_killed(folder):
     while processes() and time.monotonic() < at + 90:
         time.sleep(0.1)
     seconds, right = time.monotonic() - at, not processes() and not left_in_memory()
-    return f"the ranks noticed and ended within {seconds:.0f} s; resumed", right and run.go_on() == 0 and whole(run, 6)
+    last = (run.out / "adapter").readlink().parent.name
+    right = right and finished(run, last)
+    what = f"the ranks noticed and ended within {seconds:.0f} s with {last} saved; resumed"
+    return what, right and run.go_on() == 0 and whole(run, 6)
 
 
 def killed_20_times(folder):
@@ -369,8 +402,8 @@ def killed_20_times(folder):
 
 CASES = (
     *(retriever_killed_and_restarted, retriever_stays_away, tool_hangs, tool_raises, tool_returns_10_mb),
-    *(disk_full_while_saving, read_only_out_folder, rank_killed, rank_raises, ctrl_c, ctrl_c_under_torchrun, sigterm),
-    *(torchrun_killed, killed_20_times),
+    *(disk_full_while_saving, read_only_out_folder, rank_killed, rank_raises, ctrl_c, ctrl_c_of_a_pipe, sigterm),
+    *(ctrl_c_under_torchrun, torchrun_killed, killed_20_times),
 )
 MOUNTING = (disk_full_while_saving, read_only_out_folder)
 
@@ -396,8 +429,8 @@ def main():
             else:
                 try:
                     what, right = case(own_folder)
-                except AssertionError as error:
-                    what, right = f"AssertionError: {error}", False
+                except Exception as error:
+                    what, right = repr(error), False
             verdict = {True: "right", False: "WRONG", None: "-"}[right if right is None else bool(right)]
             print(f"{verdict:<6}{case.__name__:<32}{time.monotonic() - started:5.0f} s  {what}", flush=True)
             failed += right is False or right == 0

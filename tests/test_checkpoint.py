@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -37,6 +38,9 @@ class Policy:
 
     def adapter_state(self):
         return self.weight.detach().clone()
+
+    def load_adapter(self, path):
+        self.weight.data = torch.tensor(json.loads((path / "adapter_model.safetensors").read_text()))
 
     def save_adapter(self, path, state):
         path.mkdir()
@@ -87,7 +91,6 @@ def test_a_resumed_run_has_the_state_of_the_one_that_went_on(tmp_path):
     random.seed(9), numpy.random.seed(9), torch.manual_seed(9)
     resumed = make(tmp_path / "b", resume=True)
     assert (resumed.saver.done, resumed.task.position) == (3, 30)
-    resumed.policy.weight.data = torch.tensor(adapter(tmp_path / "b"))
     bar = resumed.saver.steps()
     assert list(bar) == list(range(4, 101))
     steps(resumed, 4, 5)
@@ -117,22 +120,51 @@ def test_a_checkpoint_is_written_when_due_when_better_and_at_both_ends(tmp_path)
 
 
 def test_what_was_finished_since_the_last_checkpoint_is_saved_when_the_run_ends(tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr(run, "say", said.append)
     monkeypatch.setattr(sys, "argv", ["train_grpo.py", "--model", "tiny"])
     made = make(tmp_path, save_every=50, steps=10)
-    made.saver.rescue()
-    assert "start it again as before" in said.pop()
+    assert "start it again as before" in made.saver.rescue()
     steps(made, 0, 7)
     weight = made.policy.weight.tolist()
     made.policy.train()  # step 8 is under way and dropped
-    made.saver.rescue()
+    said = made.saver.rescue()
     assert kept(tmp_path) == ["step-7"] and adapter(tmp_path) == weight
-    assert "Step 7 is saved" in said[-1] and "train_grpo.py --model tiny --resume" in said[-1]
+    assert said.startswith("Step 7 is saved in ") and said.endswith(" train_grpo.py --model tiny --resume")
     steps(made, 8, 10)
-    said.clear()
+    assert made.saver.rescue() is None  # complete
+
+
+def test_a_run_that_ends_while_a_better_step_is_being_remembered_keeps_the_best(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "say", lambda text: None)
+    made = make(tmp_path / "run", save_every=50)
+    steps(made, 0, 1, scores=[0.1, 0.5])
+    steps(made, 2, 4)
+
+    def hangs():
+        raise Killed
+
+    made.policy.adapter_state = hangs
+    with pytest.raises(Killed):
+        steps(made, 5, 5, scores=[0.9])
     made.saver.rescue()
-    assert not said  # complete
+    assert kept(tmp_path / "run") == ["step-1", "step-4"]
+    assert os.readlink(tmp_path / "run" / "adapter-best") == "checkpoints/step-1/adapter"
+    assert make(tmp_path / "run", resume=True).saver.best == (0.5, 1)
+
+
+def test_a_directory_that_was_copied_with_its_links_followed_goes_on(tmp_path):
+    steps(make(tmp_path / "a"), 0, 2)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    assert not (tmp_path / "b" / "adapter").is_symlink()
+    assert make(tmp_path / "b", resume=True).saver.done == 2
+    assert os.readlink(tmp_path / "b" / "adapter") == "checkpoints/step-2/adapter"
+
+
+def test_other_data_are_refused(tmp_path):
+    made = make(tmp_path)
+    made.task.fingerprint = "a"
+    steps(made, 0, 1)
+    with pytest.raises(SystemExit, match="questions or corpus are not those"):
+        make(tmp_path, resume=True)
 
 
 class Killed(BaseException):
@@ -251,7 +283,8 @@ def stopped_in_step_4(words, out, number, ranks=1):
         start_new_session=True,
     )
     metrics = Path(out) / "metrics.jsonl"
-    while started.poll() is None and not (metrics.exists() and '"step": 3,' in metrics.read_text()):
+    saved = Path(out) / "checkpoints" / ("step-0" if "50" in words else "step-3") / "state.pt"
+    while started.poll() is None and not (saved.exists() and '"step": 3,' in metrics.read_text()):
         time.sleep(0.01)
     time.sleep(0.1)
     assert started.poll() is None, Path(log.name).read_text()[-3000:]
@@ -264,6 +297,7 @@ def stopped_in_step_4(words, out, number, ranks=1):
         os.killpg(started.pid, number)
     code = started.wait(60)
     while run.refusal(SimpleNamespace(resume=True), Path(out)):  # a worker still holds the run
+        assert time.monotonic() - at < 60
         time.sleep(0.05)
     run.CLAIMS.pop().close()
     return code, Path(log.name).read_text(), time.monotonic() - at
@@ -308,7 +342,7 @@ def test_sigterm_drops_the_step_saves_the_last_one_and_says_how_to_go_on(words, 
     left = set(os.listdir("/dev/shm"))
     code, text, seconds = stopped_in_step_4(words, out, signal.SIGTERM)
     assert code == 128 + signal.SIGTERM and seconds < 30
-    assert "SIGTERM: the step under way is dropped." in text and "Traceback" not in text
-    assert f"--out {out} --resume" in text and "Step 3 is saved" in text
-    assert kept(Path(out))[-1] == "step-3"
+    assert "SIGTERM received." in text and "Traceback" not in text
+    saved = int(re.search(r"Step (\d) is saved", text)[1])  # 3, or more on a machine that stalls
+    assert f"--out {out} --resume" in text and saved >= 3 and kept(Path(out))[-1] == f"step-{saved}"
     assert set(os.listdir("/dev/shm")) <= left

@@ -1,14 +1,18 @@
 """The rollout loop, driven by a scripted engine: stops, budgets, tools, exact contexts."""
 
+import sys
 import threading
 import time
 from types import SimpleNamespace
 
 import models
+import pytest
+import torch
 
 import train_grpo
 from common import protocol, rollout, run, tasks
 from common.turns import Group, Question, Trajectory, pack
+from tools import Lost
 from tools.search import Search
 
 DOCUMENTS = [
@@ -169,6 +173,73 @@ def test_a_tool_that_hangs_is_given_up_and_holds_up_nobody():
     assert time.monotonic() - started < 10
     assert [[turn.tool_status for turn in t.turns] for t in made] == [["ok", "timeout", None]] * 6
     assert made[0].turns[1].tool_output == "Error: no answer within 0.3 seconds"
+
+
+def test_a_tool_whose_calls_all_hang_ends_the_run(monkeypatch):
+    release = threading.Event()
+    monkeypatch.setattr(rollout, "HANGING", 3)
+    with pytest.raises(SystemExit, match="calls of the tool hang"):
+        play(two_hops, count=20, tool=lambda query: release.wait(30), tool_timeout=0.05, tool_workers=2)
+    release.set()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_tool_that_is_lost_ends_the_run_with_its_own_words(workers):
+    def lost(query):
+        raise Lost("the retriever has been away for 120 s")
+
+    with pytest.raises(SystemExit, match="^the retriever has been away for 120 s$"):
+        play(two_hops, tool=lost, tool_workers=workers)
+
+
+def test_a_client_that_keeps_the_time_itself_is_not_given_up():
+    class Patient:
+        keeps_time = True
+
+        def __call__(self, query):
+            time.sleep(0.3)
+            return "found"
+
+    (t,), _ = play(two_hops, tool=Patient(), tool_timeout=0.05)
+    assert [turn.tool_status for turn in t.turns] == ["ok", "ok", None]
+
+
+def test_whatever_a_tool_returns_is_text_of_a_bounded_length():
+    for output, kept in (
+        ("x" * 10_000_000, "x" * 50_000 + " [cut: 10000000 characters]"),
+        ("half \ud83d", "half ?"),
+        (None, "None"),
+    ):
+        (t,), _ = play(two_hops, tool=lambda query, output=output: output)
+        assert t.turns[0].tool_output == kept and len(t.turns[0].observation_ids) <= 512
+
+
+def test_a_tool_that_calls_exit_is_a_failing_tool():
+    (t,), _ = play(two_hops, tool=lambda query: sys.exit(3))
+    assert t.turns[0].tool_status == "error" and t.turns[0].tool_output == "Error: SystemExit: 3"
+
+
+def test_published_adapters_of_dead_runs_are_removed_where_memory_is_small(tmp_path, monkeypatch):
+    """As in a container with a /dev/shm of 64 MB that is killed and started again: same directory, same process id."""
+
+    class Policy:
+        parameters = [torch.zeros(10)]
+
+        def save_adapter(self, path):
+            path.mkdir()
+
+    monkeypatch.setattr(rollout.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    monkeypatch.setattr(run, "at_end", lambda action: None)
+    args = train_grpo.Args(out=str(tmp_path))
+    for _ in range(3):
+        store = rollout.AdapterStore(Policy(), args)
+        for version in (1, 2, 3):
+            store.save(Policy(), version)
+        assert [p.name for p in tmp_path.iterdir()] == [store.folder.name]
+        assert sorted(p.name for p in store.folder.iterdir()) == ["lock", "v2", "v3"]
+        other = rollout.AdapterStore(Policy(), args)  # beside a live one
+        assert len(list(tmp_path.iterdir())) == 2
+        store.lock.close(), other.lock.close()  # killed
 
 
 def test_no_more_tools_than_workers_run_at_once():

@@ -2,9 +2,14 @@
 
 import json
 import math
+import os
 import re
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import commands
 import pytest
@@ -174,6 +179,17 @@ def test_a_run_that_ended_before_its_first_checkpoint_may_be_started_again_and_n
     assert "cannot be written (Not a directory)" in run.refusal(args, other / "thesis.tex" / "run")
 
 
+def test_what_may_change_is_kept_when_a_run_goes_on(tmp_path):
+    args = train_grpo.Args(out=str(tmp_path), steps=6)
+    run.write_header(args, ROOT / "train_grpo.py", tmp_path)
+    (tmp_path / "checkpoints" / "step-6").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-6" / "state.pt").write_text("")
+    more = train_grpo.Args(out=str(tmp_path), steps=1000, resume=True)
+    run.write_header(more, ROOT / "train_grpo.py", tmp_path)
+    kept = json.loads((tmp_path / "args.json").read_text())
+    assert kept["steps"] == 1000 and not kept["resume"] and (tmp_path / "environment-after-step-6.json").exists()
+
+
 def test_the_newest_checkpoint_is_the_highest_whole_step(tmp_path):
     assert run.last_checkpoint(tmp_path) is None
     for step in (2, 10, 9):
@@ -189,7 +205,7 @@ def test_lines_are_appended_whole_or_not_at_all(tmp_path, monkeypatch):
     run.append(path, ["one"])
     path.write_text(path.read_text())
     monkeypatch.setattr(run, "say", said.append)
-    monkeypatch.setattr(run, "STOPPING", type("Never", (), {"wait": lambda self, seconds: False})())
+    monkeypatch.setattr(run, "STOPPING", SimpleNamespace(wait=lambda seconds: False, is_set=lambda: False))
     written, real = [], open
 
     class Full:
@@ -268,3 +284,87 @@ def test_the_tutorial_trajectory_is_right_in_a_group_that_also_failed():
 
 def test_turns_print_as_plain_data():
     assert json.loads(json.dumps(Turn([1], [2], [-0.5]).__dict__))["action_ids"] == [2]
+
+
+# ---- how a process ends
+
+ENDING = """
+import sys, threading, time
+from pathlib import Path
+from types import SimpleNamespace
+from common import run
+
+folder = Path({folder!r})
+def save():
+    (folder / "saved").write_text("step 3")
+    {more}
+    return "Go on with: --resume"
+run.at_end(save)
+def main(args):
+    (folder / "up").write_text("")
+    {body}
+run.launch(main, None)
+"""
+
+
+def ended(tmp_path, body, more="", number=None, gone=False, again=None):
+    """Run main with that body, send a signal when it is up (and another one after `again` seconds). Returns (exit code, stderr)."""
+    reader, writer = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDING.format(folder=str(tmp_path), body=body, more=more)],
+        cwd=ROOT,
+        stdout=writer,
+        stderr=writer,
+    )
+    os.close(writer)
+    while not (tmp_path / "up").exists():
+        time.sleep(0.01)
+    if gone:  # as when `tee` or the terminal is killed
+        os.close(reader)
+    if number:
+        process.send_signal(number)
+    if again:
+        time.sleep(again)
+        process.send_signal(number)
+    code = process.wait(60)
+    return code, "" if gone else os.read(reader, 100_000).decode()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_signal_saves_and_ends_whatever_the_main_thread_does_and_whoever_listens(tmp_path, number, gone):
+    """The main thread waits for what never comes, as in a collective whose other ranks are dead."""
+    code, text = ended(tmp_path, "lock = threading.Lock(); lock.acquire(); lock.acquire()", "", number, gone)
+    assert code == 128 + number and (tmp_path / "saved").read_text() == "step 3"
+    assert gone or text.strip() == f"{signal.Signals(number).name} received.\nGo on with: --resume"
+
+
+def test_a_bar_whose_writer_died_with_its_lock_keeps_nobody_from_leaving(tmp_path):
+    """A thread that fails in the middle of a line for people, as on a broken pipe, never gives the bar's lock back."""
+    body = "from tqdm import tqdm; tqdm.get_lock().acquire(); time.sleep(600)"
+    assert ended(tmp_path, body, "", signal.SIGINT)[0] == 128 + signal.SIGINT and (tmp_path / "saved").exists()
+
+
+def test_an_error_saves_too_and_leaves_with_1(tmp_path):
+    code, text = ended(tmp_path, "raise ValueError('no index')")
+    assert code == 1 and (tmp_path / "saved").exists()
+    assert text.endswith("ValueError: no index\n\nGo on with: --resume\n") and "Traceback" in text
+
+
+@pytest.mark.parametrize("stop, code, said", [("'--group 1: no'", 1, "--group 1: no\n"), ("3", 3, ""), ("None", 0, "")])
+def test_an_exit_keeps_its_code_and_has_no_traceback(tmp_path, stop, code, said):
+    found, text = ended(tmp_path, f"raise SystemExit({stop})")
+    assert (found, text.strip()) == (code, said + "Go on with: --resume")
+
+
+def test_an_ending_that_hangs_is_left_when_asked_again(tmp_path):
+    code, _ = ended(tmp_path, "time.sleep(600)", "time.sleep(600)", signal.SIGINT, again=4)
+    assert code == 128 + signal.SIGINT
+
+
+def test_a_process_that_a_tool_forks_dies_of_its_signals_alone(tmp_path):
+    body = (
+        "import multiprocessing as m; p = m.get_context('fork').Process(target=time.sleep, args=(600,)); p.start(); time.sleep(0.3);"
+        " p.terminate(); p.join(30); (folder / 'child').write_text(str(p.exitcode)); time.sleep(1.5); raise SystemExit(5)"
+    )
+    assert ended(tmp_path, body)[0] == 5 and (tmp_path / "child").read_text() == str(-signal.SIGTERM)

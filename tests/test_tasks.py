@@ -140,20 +140,21 @@ def disjoint(*parts):
 
 
 @pytest.mark.parametrize(
-    "count, texts, asked, held_out", [(40, 40, 8, 8), (40, 40, 200, 10), (30, 15, 4, 4), (3, 3, 5, 1)]
+    "count, texts, asked, held_out, kept",
+    [(40, 40, 8, 8, 10), (40, 40, 200, 10, 10), (3000, 3000, 200, 200, 500), (30, 15, 4, 4, 7), (3, 3, 5, 1, 1)],
 )
-def test_a_file_is_split_into_three_parts_without_a_common_text(count, texts, asked, held_out):
+def test_a_file_is_split_into_three_parts_without_a_common_text(count, texts, asked, held_out, kept):
     made = questions(count, texts)
     train, development, test = tasks.split(made, asked)
-    assert (len(development), len(test)) == (held_out, held_out) and train and disjoint(train, development, test)
+    assert (len(development), len(test)) == (held_out, kept) and train and disjoint(train, development, test)
     if texts == count:
-        assert len(train) == count - 2 * held_out
+        assert len(train) == count - held_out - kept
         assert tasks.split(made[::-1], asked)[1:] == (development, test)  # by the texts, not by their places
 
 
-def test_more_held_out_questions_contain_the_fewer():
-    few, many = (tasks.split(questions(100), n)[1] for n in (5, 20))
-    assert many[:5] == few
+def test_more_held_out_questions_contain_the_fewer_and_leave_the_test_as_it_is():
+    few, many = (tasks.split(questions(100), n) for n in (5, 20))
+    assert many[1][:5] == few[1] and many[2] == few[2] and len(few[2]) == 25
 
 
 def test_texts_that_differ_by_case_and_punctuation_are_the_same_question():
@@ -184,7 +185,8 @@ GOOD = {"question": "Who?", "answers": ["Bo"]}
         ([GOOD | {"question": " "}], "line 1: question must be"),
         ([GOOD | {"question": 7}], "line 1: question must be"),
         ([GOOD | {"answers": []}], "line 1: answers must be"),
-        ([GOOD | {"answers": ["Bo", "the"]}], "line 1: answers must be"),
+        ([GOOD | {"answers": ["Bo", " "]}], "line 1: answers must be"),
+        ([GOOD | {"answers": ["the", "+"]}], "line 1: no answer is left after normalisation"),
         ([GOOD | {"answers": "Bo"}], "line 1: answers must be"),
         ([GOOD | {"answers": [7]}], "line 1: answers must be"),
         (['{"question": "Who? \\ud83d", "answers": ["Bo"]}\n'], "line 1: .* valid Unicode"),
@@ -202,7 +204,12 @@ def test_a_bad_question_file_is_named_with_its_line(tmp_path, lines, words):
 
 def test_questions_keep_their_line_and_an_id_of_their_own(tmp_path):
     path = write(tmp_path / "q.jsonl", "\ufeff", GOOD, "\n", GOOD | {"id": "b7"}, GOOD | {"id": None})
-    assert [(q.id, q.info["line"]) for q in tasks.read_questions(path)] == [("1", 1), ("b7", 3), ("4", 4)]
+    assert [(q.id, q.info["line"]) for q in tasks.read_questions(path)] == [("line-1", 1), ("b7", 3), ("line-4", 4)]
+
+
+def test_an_alias_that_is_empty_after_normalisation_does_no_harm(tmp_path):
+    (question,) = tasks.read_questions(write(tmp_path / "q.jsonl", GOOD | {"answers": ["The Who", "the"]}))
+    assert scores.exact_match("the who", question.golds) == 1 and scores.exact_match("the", question.golds) == 0
 
 
 def test_a_folder_and_a_missing_file_are_no_question_file(tmp_path, make_args):
@@ -234,7 +241,7 @@ def test_the_embedded_task_has_three_parts(make_args):
 def test_a_file_that_is_a_test_set_is_taken_whole(files, make_args):
     task, corpus = files
     made = tasks.load(make_args(task=task, corpus=corpus), whole=True)
-    assert (made.train, made.held_out) == ([], []) and [q.id for q in made.test] == [str(i) for i in range(1, 13)]
+    assert (made.train, made.held_out) == ([], []) and [q.id for q in made.test] == [f"line-{i}" for i in range(1, 13)]
     with pytest.raises(SystemExit, match="tiny_search is no test set"):
         tasks.load(make_args(task="tiny_search"), whole=True)
 

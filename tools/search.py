@@ -92,7 +92,8 @@ class Search:
         content = hashlib.sha256(bm25s.__version__.encode())
         for document in self.documents:  # one by one: the whole as one text would need the corpus' memory again
             content.update(json.dumps(document).encode())
-        index = run.cache_dir() / "bm25" / content.hexdigest()[:16]
+        self.fingerprint = content.hexdigest()[:16]
+        index = run.cache_dir() / "bm25" / self.fingerprint
         with run.locked(index):
             if not index.exists():
                 tokens = self._tokenize([f"{d['title']} {d['text']}" for d in self.documents])
@@ -212,20 +213,19 @@ class Retriever:
                 for (_, answer), text in zip(calls, texts):
                     answer.set_result(text)
                 return
-            away = isinstance(error, _NoServer)
-            if suspect and not away:
-                calls[0][1].set_exception(RuntimeError(f"the retriever has no results for this query: {error}"))
-                return
-            past = self._failing(error)
-            if len(calls) > 1 and not away:  # one query may spoil it for all, or there are too many: ask in halves
+            if isinstance(error, _NoServer) or not self._answers():
+                # Of the first failure nothing is said: an idle connection that the server has closed looks like one.
+                self._wait(error, silent=isinstance(error, _NoServer) and self.since is None)
+            elif len(calls) > 1:  # it is well: one query may spoil it for all, or there are too many: ask in halves
                 half = len(calls) // 2
                 self._serve(calls[:half])
                 self._serve(calls[half:])
                 return
-            suspect = not away and self._answers()
-            if not suspect:
-                # Of the first failure nothing is said: an idle connection that the server has closed looks like one.
-                self._wait(error, silent=away and past == 0)
+            elif suspect:
+                calls[0][1].set_exception(RuntimeError(f"the retriever has no results for this query: {error}"))
+                return
+            else:
+                suspect = True
 
     def _body(self, queries):
         return {"queries": queries, "topk": self.topk, "return_scores": True}
@@ -270,20 +270,14 @@ class Retriever:
         except _NoResults:
             return False
 
-    def _failing(self, error):
-        """Seconds since the first of the failures in a row. Raises Lost when they are too many."""
+    def _wait(self, error, silent):
+        """Sleep for as long as the server has been away by now: each wait is about twice the one before. Raises Lost after `patience`."""
         now = time.monotonic()
-        if self.since is None:
-            self.since = now
+        self.since = now if self.since is None else self.since
         past = now - self.since
         if past >= self.patience:
             self.lost = f"the retriever {self.address} has given no results for {past:.0f} s: {error}"
             raise Lost(self.lost)
-        return past
-
-    def _wait(self, error, silent):
-        """Sleep for as long as the server has been away by now, so that each wait is about twice the one before."""
-        past = self._failing(error)
         if not silent and not self.said:
             self.said = True
             run.say(f"retriever {self.address}: {error}; trying again for {self.patience:.0f} s")
