@@ -293,7 +293,7 @@ def _watch():
                 signal.signal(number, signal.SIG_DFL)
 
     os.register_at_fork(after_in_child=in_child)
-    parent = os.getppid()
+    parent, asked = os.getppid(), []
 
     def watch():
         while True:
@@ -301,10 +301,8 @@ def _watch():
                 number = os.read(reader, 1)[0]
                 if number in stops:
                     end(128 + number, f"{signal.Signals(number).name} received.")
-            elif "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != parent:
+            elif "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != parent and not asked:
                 end(1, "torchrun is gone.")
-
-    asked = []
 
     def end(code, why):
         asked.append(time.monotonic())

@@ -35,6 +35,17 @@ def qwen(tmp_path_factory):
     return models.random_qwen(tmp_path_factory.mktemp("qwen"))
 
 
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory):
+    """Run directory of two steps of the tiny base, with large enough an update that its answers change."""
+    import commands
+
+    out = tmp_path_factory.mktemp("tiny") / "run"
+    words = f"--model tiny --steps 2 --questions 8 --lr 2e-3 --eval_questions 40 --out {out}"
+    commands.command("train_grpo.py", *words.split())
+    return out
+
+
 @pytest.fixture
 def make_args(qwen):
     """Args of train_grpo.py for the random model, with changes."""

@@ -197,11 +197,9 @@ def texts(lines, **wanted):
     return {(s["question_id"], s["sample"]): [t["text"] for t in s["turns"]] for s in chosen}
 
 
-def test_an_evaluation_measures_what_training_measured_and_repeats_itself(tmp_path):
+def test_an_evaluation_measures_what_training_measured_and_repeats_itself(tmp_path, tiny_run):
     """The tiny base, because it has something to be measured: right and wrong answers, searches, an update that changes them."""
-    trained, runs = tmp_path / "run", {}
-    words = f"--model tiny --steps 2 --questions 8 --lr 2e-3 --eval_questions 40 --out {trained}"
-    commands.command("train_grpo.py", *words.split())
+    trained, runs = tiny_run, {}
     before, *_, after = commands.read_lines(trained / "metrics.jsonl")
     theirs = commands.read_lines(trained / "samples.jsonl")
 

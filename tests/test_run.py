@@ -368,3 +368,20 @@ def test_a_process_that_a_tool_forks_dies_of_its_signals_alone(tmp_path):
         " p.terminate(); p.join(30); (folder / 'child').write_text(str(p.exitcode)); time.sleep(1.5); raise SystemExit(5)"
     )
     assert ended(tmp_path, body)[0] == 5 and (tmp_path / "child").read_text() == str(-signal.SIGTERM)
+
+
+def test_a_rank_whose_torchrun_is_gone_saves_in_peace_and_ends(tmp_path):
+    """The parent starts a rank and dies; saving takes longer than several looks at who the parent is."""
+    child = ENDING.format(
+        folder=str(tmp_path), body="time.sleep(600)", more="time.sleep(5); (folder / 'whole').touch()"
+    )
+    parent = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
+    environment = os.environ | {"TORCHELASTIC_RUN_ID": "x"}
+    process = subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
+    while not (tmp_path / "up").exists():
+        time.sleep(0.01)
+    process.kill(), process.wait()
+    end = time.monotonic() + 60
+    while not (tmp_path / "whole").exists():
+        assert time.monotonic() < end
+        time.sleep(0.1)

@@ -319,6 +319,14 @@ def test_the_page_of_a_long_run_stays_below_5_mb_and_shows_every_step(long_run):
     assert all(b["size"] == 128 and len(b["items"][0]["samples"]) == 8 for b in data["blocks"])
 
 
+def test_what_is_not_finite_is_null_on_the_page(folder):
+    """JSON knows no NaN: the browser would show nothing at all."""
+    at = folder([line(advantages=(float("nan"), 1.0))], [dict.fromkeys(METRICS) | {"step": 1}])
+    report.write(at, at / "page.html")
+    data = (at / "page.html").read_text().split('type="application/json">')[1].split("</script>")[0]
+    assert "NaN" not in data and "Infinity" not in data
+
+
 def test_nothing_of_the_page_comes_from_elsewhere_and_no_text_becomes_markup(folder):
     at = folder([line(text=NASTY, outputs=[NASTY], question=NASTY) | {"answer": NASTY}])
     page, data = page_of(at)

@@ -82,14 +82,12 @@ def test_all_options_of_the_loss_and_the_optimizer_run_together(qwen, files, tmp
     assert metrics[1]["loss/kl_ref"] is not None
 
 
-def test_the_tiny_base_starts_between_0_15_and_0_5_and_searches(tmp_path):
-    out = tmp_path / "run"
-    commands.command("train_grpo.py", *f"--model tiny --steps 2 --eval_every 5 --out {out}".split())
-    metrics = commands.read_lines(out / "metrics.jsonl")
+def test_the_tiny_base_starts_between_0_15_and_0_5_and_searches(tiny_run):
+    metrics = commands.read_lines(tiny_run / "metrics.jsonl")
     check(metrics)
     assert 0.15 <= metrics[0]["eval/em"] <= 0.5
     assert metrics[0]["eval/tool_used"] > 0.9 and metrics[1]["rollout/tool_success"] > 0.9
-    samples = commands.read_lines(out / "samples.jsonl")
-    assert len({s["question_id"] for s in samples if s["kind"] == "eval"}) == 200
+    samples = commands.read_lines(tiny_run / "samples.jsonl")
+    assert len({s["question_id"] for s in samples if s["kind"] == "eval"}) == 40
     trained = {s["question"] for s in samples if s["kind"] == "train"}
     assert not trained & {s["question"] for s in samples if s["kind"] == "eval"}
