@@ -412,6 +412,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", action="append", choices=[case.__name__ for case in CASES], help="one case")
     args = parser.parse_args()
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background job ignores it, and so would the runs
     own = ["unshare", "--user", "--map-root-user", "--mount"]
     mounts = "DRILL_MOUNTS" in os.environ
     if not mounts and subprocess.run([*own, "true"], capture_output=True).returncode == 0:

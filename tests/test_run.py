@@ -309,6 +309,9 @@ run.launch(main, None)
 
 def ended(tmp_path, body, more="", number=None, gone=False, again=None):
     """Run main with that body, send a signal when it is up (and another one after `again` seconds). Returns (exit code, stderr)."""
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # else the child ignores it where the tests run in the background
     reader, writer = os.pipe()
     process = subprocess.Popen(
         [sys.executable, "-c", ENDING.format(folder=str(tmp_path), body=body, more=more)],
