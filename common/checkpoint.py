@@ -73,9 +73,11 @@ class Saver:
         """Write the remembered state. Raises OSError when the disk takes nothing for run.PATIENCE seconds."""
         with self.lock:
             if self.state and self.state[0] != self.written:
-                run.patiently(f"the checkpoint of step {self.state[0]}", lambda: self._write(*self.state))
+                step, best, adapter, state = self.state
+                run.patiently(f"the checkpoint of step {step}", lambda: self._write(step, adapter, state))
+                run.patiently(f"the links to the checkpoint of step {step}", lambda: self._tidy(best))
 
-    def _write(self, step, best, adapter, state):
+    def _write(self, step, adapter, state):
         target, beside = self.folder / f"step-{step}", self.folder / "unfinished"
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
@@ -86,7 +88,6 @@ class Saver:
         beside.rename(target)
         flush(self.folder)
         self.written = step
-        self._tidy(best)
 
     def _tidy(self, best):
         """Point the links at the last and the best checkpoint, then remove what is not kept, and what a kill left unfinished."""
@@ -106,12 +107,11 @@ class Saver:
 
     def _restore(self, path):
         state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
-        if state["data"] != getattr(self.task, "fingerprint", None):
+        if state.get("data") != getattr(self.task, "fingerprint", None):
             raise SystemExit(f"--resume: questions or corpus are not those that {self.folder.parent} was begun with.")
         self.done = self.written = state["step"]
         self.best, self.random = state["best"], state["random"]
         self.task.position = state["questions"]
-        self.policy.load_adapter(path / "adapter")
         self.policy.optimizer.load_state_dict(state["optimizer"])
         self.log.restore(state["log"], self.done)
         if run.rank() == 0:
@@ -134,6 +134,8 @@ class Saver:
             failed = ""
         except Exception as error:
             failed = f"Step {self.done} could not be saved ({error}). "
+        if self.written is None:
+            return f"{failed}Nothing is saved: start it again as before."
         return f"{failed}Step {self.written} is saved in {self.folder}. Go on with:\n  {resume_command()}"
 
 

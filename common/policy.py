@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn.functional import scaled_dot_product_attention as attend
 from transformers import AttentionInterface, AutoModelForCausalLM, BitsAndBytesConfig
 
-from common import models
+from common import models, run
 
 
 class Policy:
@@ -32,8 +32,10 @@ class Policy:
         self.lr, self.grad_clip = args.lr, args.grad_clip
         self.tokenizer = models.load_tokenizer(self.path)
         models.refuse_too_large(self.path, self.dtype, self.device)
-        if args.adapter:
-            refuse_other_base(args.adapter, self.path)
+        last = run.last_checkpoint(run.directory(args)) if args.resume else None
+        adapter = str(last / "adapter") if last else args.adapter
+        if adapter:
+            refuse_other_base(adapter, self.path)
         register_segment_attention()
         quantization = None
         if args.load_4bit:  # quantized as vLLM's plugin does it in flight: NF4, its constants quantized too
@@ -52,8 +54,8 @@ class Policy:
         )
         refuse_unsupported(base, args.max_context)
         base.requires_grad_(False)
-        if args.adapter:
-            self.model = with_adapter(base, args.adapter)
+        if adapter:
+            self.model = with_adapter(base, adapter)
         else:
             lora = LoraConfig(
                 r=args.lora_rank,
@@ -179,12 +181,6 @@ class Policy:
         """A copy of the adapter in host memory: {name: tensor}."""
         trained = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
         return {name: p.detach().to("cpu", copy=True) for name, p in trained}
-
-    def load_adapter(self, path):
-        """Take over the weights of an adapter that this policy saved."""
-        result = set_peft_model_state_dict(self.model, load_peft_weights(str(path), device="cpu"))
-        if result.unexpected_keys:
-            raise SystemExit(f"{path}: an adapter of another form, with {result.unexpected_keys[0]}")
 
     def save_adapter(self, path, state=None):
         """Write a normal PEFT adapter: of the policy as it is, or of an earlier adapter_state()."""

@@ -478,6 +478,7 @@ class AdapterStore:
             self._remove_dead(memory)
             roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > need
             parent = memory if roomy else Path(run.directory(args))
+            parent.mkdir(parents=True, exist_ok=True)
             self._remove_dead(parent)
             name = f"turnwise-{os.getuid()}-"
             fresh = Path(
@@ -494,9 +495,14 @@ class AdapterStore:
 
     def _remove_dead(self, parent):
         for folder in (*parent.glob(f"turnwise-{os.getuid()}-*"), *parent.glob(f".turnwise-{os.getuid()}-*")):
-            with contextlib.suppress(OSError), open(folder / "lock") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                if (folder.name.startswith(".") or not (folder / "lock").exists()) and (
+                    time.time() - folder.stat().st_mtime < 60
+                ):
+                    continue  # of a run that is just starting
+                with open(folder / "lock", "a") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def path(self, version):
         return self.folder / f"v{version}"

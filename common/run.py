@@ -171,7 +171,7 @@ def check(args):
         raise SystemExit(
             f"--minibatches {args.minibatches}: no more than --questions ({args.questions}), whose groups they share."
         )
-    if args.adapter and not (Path(args.adapter) / "adapter_config.json").exists():
+    if args.adapter and not args.resume and not (Path(args.adapter) / "adapter_config.json").exists():
         raise SystemExit(f"--adapter {args.adapter}: no adapter_config.json there.")
     if not args.task:
         raise SystemExit(
@@ -253,26 +253,39 @@ def at_end(action):
 
 
 def finish(code, text=None):
-    """End this process at once: do what at_end was given, say why, leave. The main thread may hang in a collective: it is not asked.
+    """End this process at once: say why, do what at_end was given, leave. The main thread may hang in a collective: it is not asked.
 
     Nothing may keep it from leaving: where the terminal or the reader of a pipe is gone, every word is an error.
     """
     if not FINISHING.acquire(blocking=False):
         threading.Event().wait()  # another thread is at it
     STOPPING.set()
-    words = [text]
     try:
+        if text:
+            _tell(text)
         for action in ENDINGS:
             try:
-                words.append(action())
+                said = action()
             except Exception as error:
-                words.append(f"while the run ended: {error!r}")
+                said = f"while the run ended: {error!r}"
+            if said:
+                _tell(said)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
-        with contextlib.suppress(Exception):  # not by `say`: another thread may have died with the bar's lock
-            os.write(2, ("\n" + "\n".join(str(word) for word in words if word) + "\n").encode())
     finally:
         os._exit(code)
+
+
+def _tell(text):
+    """A line for people from a process that ends: a dead thread may hold the bar's lock, and a reader may have stopped reading."""
+
+    def write():
+        with contextlib.suppress(Exception):
+            os.write(2, f"\n{str(text).strip()}\n".encode())
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    writer.join(1.0)
 
 
 def _watch():
@@ -281,15 +294,15 @@ def _watch():
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    for number in stops:
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
-            signal.signal(number, lambda *_: None)
+    handled = [number for number in stops if signal.getsignal(number) != signal.SIG_IGN]  # not with nohup
+    for number in handled:
+        signal.signal(number, lambda *_: None)
 
     def in_child():
         """A process that a tool forks is no part of this: it dies of its signals."""
         with contextlib.suppress(ValueError):
             signal.set_wakeup_fd(-1)
-            for number in stops:
+            for number in handled:
                 signal.signal(number, signal.SIG_DFL)
 
     os.register_at_fork(after_in_child=in_child)
@@ -300,7 +313,8 @@ def _watch():
             if select.select([reader], [], [], 1.0)[0]:
                 number = os.read(reader, 1)[0]
                 if number in stops:
-                    end(128 + number, f"{signal.Signals(number).name} received.")
+                    name = signal.Signals(number).name
+                    end(128 + number, f"{name}: saving the last finished step. Once more, after 3 s: leaving without.")
             elif "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != parent and not asked:
                 end(1, "torchrun is gone.")
 

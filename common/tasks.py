@@ -51,7 +51,7 @@ class SearchQA:
         self.chat = args.template == "on" or (args.template == "auto" and tokenizer.chat_template is not None)
         self.examples = "".join(protocol.worked_example(e) for e in protocol.EXAMPLES[: args.shots])
         self.position = 0  # questions taken so far, over all ranks
-        data = [(q.id, q.text, q.golds) for q in train], getattr(search, "fingerprint", None)
+        data = [(q.id, q.text, q.golds) for q in (*train, *held_out)], getattr(search, "fingerprint", None)
         self.fingerprint = hashlib.sha256(
             repr(data).encode()
         ).hexdigest()  # a run that is resumed on other data is refused
@@ -251,7 +251,7 @@ def check_lengths(task, args):
         return f"{args.task}, line {question.info['line']}" if "line" in question.info else f"question {question.id}"
 
     for question in questions:
-        answers = [f"<answer> {gold} </answer>" for gold in question.golds]
+        answers = [f"<answer> {gold} </answer>" for gold in question.golds if normalise(gold)]
         if min(len(answer.encode()) for answer in answers) <= args.max_turn_tokens:  # a token is a byte at least
             continue
         shortest = min(len(task.tokenizer.encode(answer, add_special_tokens=False)) for answer in answers)

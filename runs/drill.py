@@ -303,41 +303,32 @@ def rank_raises(folder):
     return what, right and last == f"step-{stopped[-1]}" == "step-3" and again == 0 and whole(run, 6)
 
 
-def _stopped(folder, number, ranks):
-    run = Run(folder, "--save_every", "50", ranks=ranks)
+def _stopped(folder, number, ranks=1, piped=False):
+    run = Run(folder, "--save_every", "50", ranks=ranks, piped=piped)
     run.until_step(3)
+    if piped:  # as `tee` in `... | tee log`, which dies as well: every further word is an error
+        run.reader.kill()
     os.kill(run.process.pid, number)
     at = time.monotonic()
     code = run.wait(90)
     seconds, right = time.monotonic() - at, not processes() and not left_in_memory()
     last = (run.out / "adapter").readlink().parent.name
-    right = right and code not in (0, "still running") and (ranks > 1 or code == 128 + number) and finished(run, last)
-    again = run.go_on()
-    return f"ended within {seconds:.0f} s with {last} saved; resumed to step {run.steps()[-1]}", right and (
-        again == 0 and whole(run, 6)
+    right = (
+        right
+        and finished(run, last)
+        and (code not in (0, "still running") if ranks > 1 or piped else code == 128 + number)
     )
+    again = Run(folder, "--resume").wait() if piped else run.go_on()
+    what = f"ended within {seconds:.0f} s with {last} saved; resumed to step {run.steps()[-1]}"
+    return what, right and again == 0 and whole(run, 6)
 
 
 def ctrl_c(folder):
-    return _stopped(folder, signal.SIGINT, ranks=1)
+    return _stopped(folder, signal.SIGINT)
 
 
 def ctrl_c_of_a_pipe(folder):
-    """As of `... | tee log`: tee dies as well, and every further word is an error."""
-    run = Run(folder, "--save_every", "50", piped=True)
-    run.until_step(3)
-    run.reader.kill()
-    os.kill(run.process.pid, signal.SIGINT)
-    at = time.monotonic()
-    code = run.wait(90)
-    seconds, right = time.monotonic() - at, not processes() and not left_in_memory()
-    last = (run.out / "adapter").readlink().parent.name
-    right = right and code in (1, 130) and finished(run, last)
-    run = Run(folder, "--resume")
-    again = run.wait()
-    return f"ended within {seconds:.0f} s with {last} saved; resumed to step {run.steps()[-1]}", right and (
-        again == 0 and whole(run, 6)
-    )
+    return _stopped(folder, signal.SIGINT, piped=True)
 
 
 def ctrl_c_under_torchrun(folder):
@@ -345,7 +336,7 @@ def ctrl_c_under_torchrun(folder):
 
 
 def sigterm(folder):
-    return _stopped(folder, signal.SIGTERM, ranks=1)
+    return _stopped(folder, signal.SIGTERM)
 
 
 def torchrun_killed(folder):

@@ -355,6 +355,35 @@ def test_a_batch_that_takes_too_long_is_asked_in_parts(start):
     assert max(control.batches) > 20
 
 
+def test_a_server_that_works_one_request_at_a_time_is_asked_in_parts_too(start):
+    """It is still busy with the batch that was given up when the probe comes: that is no reason to send the same batch again."""
+    control, busy = Control(), threading.Lock()
+    retriever = Retriever(start(control)[0], 1, 0.5, patience=20)
+
+    def slow(queries):
+        with busy:
+            time.sleep(0.02 * len(queries))
+
+    control.fail = slow
+    assert ask(retriever, WORDS) == [number(i) for i in range(64)]
+    assert max(control.batches) > 25
+
+
+def test_a_server_that_answers_nothing_but_the_probe_is_lost(start):
+    control = Control()
+    retriever = Retriever(start(control)[0], 1, 5, patience=0.5)
+    control.fail = lambda queries: None if queries == [PROBE] else 500
+    errors = []
+    end = time.monotonic() + 30
+    while not any(isinstance(error, Lost) for error in errors):
+        assert time.monotonic() < end
+        errors += ask(retriever, WORDS[:4])
+    assert sum(isinstance(error, RuntimeError) for error in errors) >= search.REJECTED - 1
+    assert "answers its probe, and none of the last" in str(errors[-1])
+    with pytest.raises(Lost):
+        retriever("word1")
+
+
 def test_a_fault_of_our_own_leaves_nobody_waiting(start, monkeypatch):
     retriever = Retriever(start()[0], 1, 10)
     monkeypatch.setattr(retriever.session, "post", lambda *_, **__: 1 / 0)

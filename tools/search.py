@@ -24,6 +24,7 @@ from tools import Lost
 
 BATCH = 256  # queries a request takes at most
 PATIENCE = 120.0  # seconds a retrieval server may stay away before the run ends
+REJECTED = 8  # queries in a row that fail before a server that answers its probe is given up
 STARTING = (1.0, 2.0)  # seconds between the attempts to reach it at the start of a run
 PROBE = "Which town is the home of the person?"
 RESULTS = '{"result": [[{"document": {"id": ..., "contents": "title\\ntext"}, "score": ...}, ...], ...]}, a list for each query'
@@ -156,6 +157,7 @@ class Retriever:
             self.session.trust_env = False  # no proxy of the environment on the way to this machine
         self.waiting, self.sender, self.lock = queue.SimpleQueue(), None, threading.Lock()
         self.since = None  # when the first of the failures in a row was, if the last request was one
+        self.rejected = []  # when queries were refused in a row, while the probe was answered
         self.said, self.lost = False, ""  # whether it was told; why all is over
         self.probe()
 
@@ -210,22 +212,32 @@ class Retriever:
             except _NoResults as failure:
                 error = failure
             else:
+                self.rejected.clear()
                 for (_, answer), text in zip(calls, texts):
                     answer.set_result(text)
                 return
-            if isinstance(error, _NoServer) or not self._answers():
+            away = isinstance(error, _NoServer)
+            well = not away and self._answers()
+            if not well:
                 # Of the first failure nothing is said: an idle connection that the server has closed looks like one.
-                self._wait(error, silent=isinstance(error, _NoServer) and self.since is None)
-            elif len(calls) > 1:  # it is well: one query may spoil it for all, or there are too many: ask in halves
+                self._wait(error, silent=away and self.since is None)
+            if not away and len(calls) > 1:  # one query may spoil it for all, or there are too many: ask in halves
                 half = len(calls) // 2
                 self._serve(calls[:half])
                 self._serve(calls[half:])
                 return
-            elif suspect:
-                calls[0][1].set_exception(RuntimeError(f"the retriever has no results for this query: {error}"))
+            if well and suspect:
+                self._reject(calls[0][1], error)
                 return
-            else:
-                suspect = True
+            suspect = suspect or well
+
+    def _reject(self, answer, error):
+        """The server is well and this query fails. Raises Lost when it is so with every query, for longer than `patience`."""
+        self.rejected.append(time.monotonic())
+        if len(self.rejected) >= REJECTED and self.rejected[-1] - self.rejected[0] > self.patience:
+            self.lost = f"the retriever {self.address} answers its probe, and none of the last {len(self.rejected)} queries: {error}"
+            raise Lost(self.lost)
+        answer.set_exception(RuntimeError(f"the retriever has no results for this query: {error}"))
 
     def _body(self, queries):
         return {"queries": queries, "topk": self.topk, "return_scores": True}
