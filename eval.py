@@ -137,7 +137,7 @@ def evaluate(engine, task, args, questions, system):
 
 def measure(trajectory):
     """The figures of one trajectory."""
-    calls = sum(turn.tool_status in ("ok", "error", "timeout") for turn in trajectory.turns)
+    calls = len(trajectory.calls)
     return {
         "em": trajectory.outcome,
         "f1": trajectory.info["f1"],
@@ -190,8 +190,7 @@ def main(args):
     each = [{"id": q.id, "question": q.text} | dict(zip(results, f)) for q, *f in zip(questions, *results.values())]
     whole = {"args": dataclasses.asdict(args), "figures": summaries, "questions": each}
     (folder / "eval.md").write_text(text)
-    (folder / "eval.json.new").write_text(json.dumps(whole, indent=1) + "\n")
-    (folder / "eval.json.new").rename(folder / "eval.json")  # whole or not at all
+    run.write_json(folder / "eval.json", whole)
     print(f"\n{text}\nFigures of each question, trajectories: {folder}/", flush=True)
 
 

@@ -5,7 +5,6 @@ lengths of metrics.jsonl and samples.jsonl, best evaluation). It is written besi
 adapter-best are links to the adapters of the last and of the best one. The learning rate is constant: there is no schedule to keep.
 """
 
-import contextlib
 import io
 import os
 import random
@@ -35,8 +34,7 @@ class Saver:
         self.random = None  # states of each rank, from the checkpoint
         self.state = None  # after the last finished step: (step, best, adapter, bytes of state.pt)
         self.written, self.lock = None, threading.Lock()
-        last = run.last_checkpoint(run.directory(args)) if args.resume else None
-        if last:
+        if last := run.goes_on_from(args):
             self._restore(last)
         if run.rank() == 0:
             run.at_end(self.rescue)
@@ -92,7 +90,7 @@ class Saver:
     def _tidy(self, best):
         """Point the links at the last and the best checkpoint, then remove what is not kept, and what a kill left unfinished."""
         shutil.rmtree(self.folder / "unfinished", ignore_errors=True)
-        paths = sorted(self.folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+        paths = sorted(self.folder.glob("step-*"), key=run.step_of)
         best = self.folder / f"step-{best[1]}" if best else paths[-1]
         for name, path in (("adapter", paths[-1]), ("adapter-best", best)):
             link, beside = self.folder.parent / name, self.folder.parent / f".{name}"
@@ -170,9 +168,9 @@ def flush(path):
     """Have the system bring a file or folder to the disk: after a power cut a renamed checkpoint must not be empty."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        with (
-            contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext()
-        ):  # some mounts know no such thing
-            os.fsync(descriptor)
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():  # of a folder some mounts know no such thing
+            raise
     finally:
         os.close(descriptor)

@@ -38,7 +38,7 @@ class Log:
         self.sums, self.peaks, self.quiet, self.bar, self.shown = {}, {}, [], None, {}
         self.started = time.monotonic()
         self.mirrors = []
-        last = run.last_checkpoint(self.folder) if args.resume else None
+        last = run.goes_on_from(args)
         if run.rank() == 0:
             if args.wandb:
                 import wandb
@@ -51,7 +51,7 @@ class Log:
             if args.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
-                beyond = int(last.name.removeprefix("step-")) + 1 if last else None  # hidden, as it is cut off here
+                beyond = run.step_of(last) + 1 if last else None  # hidden, as it is cut off here
                 writer = SummaryWriter(str(self.folder / "tensorboard"), flush_secs=10, purge_step=beyond)
                 run.at_end(writer.flush)
                 self.mirrors.append(lambda line: [writer.add_scalar(k, v, line["step"]) for k, v in line.items()])
@@ -122,7 +122,7 @@ class Log:
                 self._trajectory("rollout", trajectory)
 
     def _trajectory(self, prefix, trajectory):
-        calls = [t for t in trajectory.turns if t.tool_status in ("ok", "error", "timeout")]
+        calls = trajectory.calls
         self.mean(f"{prefix}/turns", len(trajectory.turns))
         self.mean(f"{prefix}/tool_calls", len(calls))
         self.mean(f"{prefix}/tool_used", bool(calls))

@@ -32,7 +32,7 @@ class Policy:
         self.lr, self.grad_clip = args.lr, args.grad_clip
         self.tokenizer = models.load_tokenizer(self.path)
         models.refuse_too_large(self.path, self.dtype, self.device)
-        last = run.last_checkpoint(run.directory(args)) if args.resume else None
+        last = run.goes_on_from(args)
         adapter = str(last / "adapter") if last else args.adapter
         if adapter:
             refuse_other_base(adapter, self.path)

@@ -10,7 +10,6 @@ import hashlib
 import math
 import os
 import queue
-import random
 import shutil
 import tempfile
 import threading
@@ -20,12 +19,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
 from common import cpu_build, run
+from common.checkpoint import random_states, set_random_states
 from common.turns import Group, Question, Trajectory, Turn, pack
 from tools import Lost
 
@@ -494,12 +493,12 @@ class AdapterStore:
         self.versions = deque()
 
     def _remove_dead(self, parent):
-        for folder in (*parent.glob(f"turnwise-{os.getuid()}-*"), *parent.glob(f".turnwise-{os.getuid()}-*")):
+        name = f"turnwise-{os.getuid()}-*"
+        for folder in (*parent.glob(name), *parent.glob(f".{name}")):
             with contextlib.suppress(OSError):
-                if (folder.name.startswith(".") or not (folder / "lock").exists()) and (
-                    time.time() - folder.stat().st_mtime < 60
-                ):
-                    continue  # of a run that is just starting
+                starting = folder.name.startswith(".") or not (folder / "lock").exists()
+                if starting and time.time() - folder.stat().st_mtime < 60:
+                    continue
                 with open(folder / "lock", "a") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder, ignore_errors=True)
@@ -521,13 +520,8 @@ class AdapterStore:
 @contextlib.contextmanager
 def keep_random_state():
     """Leave the global random states as they were before the block."""
-    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    states = random_states()
     try:
         yield
     finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
+        set_random_states(states)

@@ -455,7 +455,24 @@ def gather(items):
 def last_checkpoint(folder):
     """The newest whole checkpoint of a run directory, or None. A checkpoint gets its name by a rename when it is whole."""
     saved = [path.parent for path in folder.glob("checkpoints/step-*/state.pt")]
-    return max(saved, key=lambda path: int(path.name.removeprefix("step-")), default=None)
+    return max(saved, key=step_of, default=None)
+
+
+def step_of(checkpoint):
+    """The number in the name of a checkpoint's folder."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def goes_on_from(args):
+    """The checkpoint that --resume goes on from; None for a run that begins."""
+    return last_checkpoint(directory(args)) if args.resume else None
+
+
+def write_json(path, value):
+    """Write a JSON file, whole or not at all."""
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_text(json.dumps(value, indent=2) + "\n")
+    beside.rename(path)
 
 
 def taken(folder):
@@ -488,7 +505,7 @@ def write_header(args, script, folder):
     """args.json, environment.json and a copy of the code that is about to run; of a run that goes on, its environment only."""
     last = last_checkpoint(folder)
     if args.resume and last:
-        (folder / f"environment-after-{last.name}.json").write_text(json.dumps(environment(), indent=2) + "\n")
+        write_json(folder / f"environment-after-{last.name}.json", environment())
         for part in (script, *(p for package in ("common", "tools") for p in (ROOT / package).glob("*.py"))):
             copy = folder / part.relative_to(ROOT if part != script else script.parent)
             if not copy.exists() or copy.read_bytes() != part.read_bytes():
@@ -497,16 +514,15 @@ def write_header(args, script, folder):
                 )
         begun = json.loads((folder / "args.json").read_text())
         changed = {name: value for name, value in vars(args).items() if name in MAY_CHANGE and name != "resume"}
-        (folder / "args.json.new").write_text(json.dumps(begun | changed, indent=2) + "\n")
-        (folder / "args.json.new").rename(folder / "args.json")
+        write_json(folder / "args.json", begun | changed)
         say(f"goes on after {last.name}: {folder}")
         return
     if args.resume:
         say(f"{folder} ended before its first checkpoint: it begins anew")
     for old in ("metrics.jsonl", "samples.jsonl"):  # of a run that ended before its first checkpoint
         (folder / old).unlink(missing_ok=True)
-    (folder / "args.json").write_text(json.dumps(dataclasses.asdict(args) | {"resume": False}, indent=2) + "\n")
-    (folder / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
+    write_json(folder / "args.json", dataclasses.asdict(args) | {"resume": False})
+    write_json(folder / "environment.json", environment())
     shutil.copy(script, folder / script.name)
     for package in ("common", "tools"):
         shutil.copytree(
@@ -597,9 +613,8 @@ def look(argv=None):
     try:
         show.show(args.folder, args.step, args.kind, args.which, args.count)
         sys.stdout.flush()
-    except (
-        BrokenPipeError
-    ):  # the reader, such as `head`, has seen enough: Python must not write to it once more at its end
+    except BrokenPipeError:
+        # The reader, such as `head`, has seen enough: Python must not write to it once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

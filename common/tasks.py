@@ -3,6 +3,7 @@
 Only what the model itself sampled is ever parsed.
 """
 
+import functools
 import hashlib
 import heapq
 import json
@@ -39,9 +40,7 @@ class SearchQA:
 
     def __init__(self, args, tokenizer, train, held_out, search, test=()):
         self.tokenizer, self.search = tokenizer, search
-        self.keeps_time = getattr(
-            search, "keeps_time", False
-        )  # whether the tool itself gives a call up after --tool_timeout
+        self.keeps_time = getattr(search, "keeps_time", False)  # whether the tool limits the time of a call itself
         self.train, self.held_out, self.test = train, held_out, list(test)
         self.max_turns, self.max_turn_tokens = args.max_turns, args.max_turn_tokens
         self.observation_limit = args.max_observation_tokens
@@ -51,13 +50,15 @@ class SearchQA:
         self.chat = args.template == "on" or (args.template == "auto" and tokenizer.chat_template is not None)
         self.examples = "".join(protocol.worked_example(e) for e in protocol.EXAMPLES[: args.shots])
         self.position = 0  # questions taken so far, over all ranks
-        data = [(q.id, q.text, q.golds) for q in (*train, *held_out)], getattr(search, "fingerprint", None)
-        self.fingerprint = hashlib.sha256(
-            repr(data).encode()
-        ).hexdigest()  # a run that is resumed on other data is refused
         self.seed, self.order = args.seed, (None, [])
 
     # -- questions
+
+    @functools.cached_property
+    def fingerprint(self):
+        """A hash of the questions and the corpus: a run that is resumed on others is refused."""
+        data = [(q.id, q.text, q.golds) for q in (*self.train, *self.held_out)]
+        return hashlib.sha256(repr((data, getattr(self.search, "fingerprint", None))).encode()).hexdigest()
 
     def take(self, n):
         """The next n questions of the run, of which this rank gets every world-th: possibly none. Each pass over the data is shuffled anew."""

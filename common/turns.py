@@ -56,6 +56,11 @@ class Trajectory:
     stop: str = ""
     info: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def calls(self):
+        """The turns whose tool call ran, well or not."""
+        return [turn for turn in self.turns if turn.tool_status in ("ok", "error", "timeout")]
+
 
 @dataclass
 class Group:

@@ -9,8 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def command(*words, ranks=1, check=True, env=None):
-    """Run a script, with one thread a rank under torchrun. Returns the finished process; its output is in the message when it fails."""
+def launcher(ranks=1):
+    """(first words of a command, environment) to run a script, with one thread a rank under torchrun."""
     launch = [sys.executable]
     if ranks > 1:
         launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
@@ -20,7 +20,13 @@ def command(*words, ranks=1, check=True, env=None):
         for k, v in os.environ.items()
         if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR")
     }
-    environment |= {"OMP_NUM_THREADS": str(threads), **(env or {})}
+    return launch, environment | {"OMP_NUM_THREADS": str(threads)}
+
+
+def command(*words, ranks=1, check=True, env=None):
+    """Run a script to its end. Returns the finished process; its output is in the message when it fails."""
+    launch, environment = launcher(ranks)
+    environment |= env or {}
     done = subprocess.run(
         [*launch, *map(str, words)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )

@@ -269,21 +269,18 @@ def words(qwen, tmp_path_factory):
 
 def stopped_in_step_4(words, out, number, ranks=1):
     """Start a run, send it a signal in the middle of step 4, and wait for its end. Returns (exit code, stderr, seconds it took to end)."""
-    launch = [sys.executable]
-    if ranks > 1:
-        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    threads = str(max(1, (os.cpu_count() or 2) // ranks))
+    launch, environment = commands.launcher(ranks)
     log = open(f"{out}.err", "w+")
     started = subprocess.Popen(
         [*launch, *words, "--out", out],
         cwd=commands.ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": threads},
+        env=environment,
         stdout=log,
         stderr=log,
         start_new_session=True,
     )
     metrics = Path(out) / "metrics.jsonl"
-    done = lambda: int(run.last_checkpoint(Path(out)).name[5:]) >= (0 if "50" in words else 3)  # noqa: E731
+    done = lambda: run.step_of(run.last_checkpoint(Path(out))) >= (0 if "50" in words else 3)  # noqa: E731
     while started.poll() is None and not (metrics.exists() and '"step": 3,' in metrics.read_text() and done()):
         time.sleep(0.01)
     time.sleep(0.1)
