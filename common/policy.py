@@ -141,14 +141,16 @@ class Policy:
         return flat
 
     def step(self, lr_scale=1.0):
-        """Sum gradients over ranks, clip once, step. Returns {"grad_norm", "lr", "skipped"}, equal on all ranks.
+        """Sum gradients over ranks, clip once, step. Returns {"grad_norm", "lr", "skipped", "updates"}, equal on all ranks.
 
-        A gradient that is not finite skips the step on every rank: the sum has it on all of them.
+        A gradient that is not finite skips the step on every rank: the sum has it on all of them. So does one that is zero
+        everywhere, as of a phase without signal: the optimizer's momentum alone would move the policy.
         """
         flat = self.gradient()
         norm = float(flat.norm())
         finite = norm < float("inf")  # False for nan too
-        if finite:
+        moves = finite and norm > 0
+        if moves:
             if self.grad_clip and norm > self.grad_clip:
                 flat *= self.grad_clip / norm
             for p, g in zip(self.parameters, flat.split([p.numel() for p in self.parameters])):
@@ -157,7 +159,12 @@ class Policy:
                 group["lr"] = self.lr * lr_scale
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return {"grad_norm": norm, "lr": self.lr * lr_scale, "skipped": float(not finite)}
+        return {
+            "grad_norm": norm,
+            "lr": self.lr * lr_scale,
+            "skipped": float(not finite),
+            "updates": float(moves),
+        }
 
     @contextlib.contextmanager
     def canary(self):

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from common import cpu_build, run
 from common.checkpoint import random_states, set_random_states
 from common.turns import Group, Question, Trajectory, Turn, pack
-from tools import Lost
+from tools import Failed, Lost
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM accepts as max_lora_rank
 LONGEST_OUTPUT = 50_000  # characters of a tool output that are kept; far beyond any --max_observation_tokens
@@ -39,6 +39,7 @@ class Engine:
 
     begin(step)       name the step: its number goes into the seeds of what is sampled
     rollout(...)      sample trajectories; wakes the engine and loads the newest adapter first
+    fork(...)         sample further ends of trajectories, from a turn of each on
     publish(policy)   hand over the policy's adapter; loaded when sampling is next asked for
     sleep()           free GPU memory for training (--sleep)
     """
@@ -163,6 +164,25 @@ class Engine:
         self._finish(task, rollouts, greedy, progress)
         return groups
 
+    def fork(self, task, boundaries, n, progress=None):
+        """`n` siblings at each boundary, as one Group per boundary with its turn in info["turn"].
+
+        A boundary (group, trunk, k) is where trajectory number `trunk` of `group` was before its turn k (from 0). A sibling shares
+        the turns before with it, sees the very ids it saw, and goes on from there with the newest policy to its own end. Tools
+        rebuild what they know of a trajectory from its earlier calls, so siblings cannot see each other.
+        """
+        groups, rollouts = [], []
+        for group, trunk, k in boundaries:
+            turns = group.trajectories[trunk].turns
+            siblings = [Trajectory(turns[:k], forked=k) for _ in range(n)]
+            groups.append(Group(group.question, siblings, {"turn": k}))
+            rollouts += [
+                Rollout(group.question, sibling, trunk * n + j, turns[k].context_ids)
+                for j, sibling in enumerate(siblings)
+            ]
+        self._finish(task, rollouts, False, progress)
+        return groups
+
     def _finish(self, task, rollouts, greedy, progress):
         """Run every rollout to its end."""
         self.wake()
@@ -284,13 +304,7 @@ class Loop:
         """Run all to the end; on_end() after each."""
         ready = deque()
         for rollout in rollouts:
-            if not rollout.context:
-                turns = rollout.trajectory.turns
-                rollout.context = (
-                    turns[-1].context_ids + turns[-1].action_ids + turns[-1].observation_ids
-                    if turns
-                    else self.task.prompt_ids(rollout.question)
-                )
+            rollout.context = rollout.context or self.task.prompt_ids(rollout.question)
             ready.append(rollout)
         left, heard = len(ready), time.monotonic()
         while left:
@@ -369,7 +383,8 @@ class Loop:
             self._observed(rollout, task.invalid_message, "invalid")
             ready.append(rollout)
         else:
-            self.tools.call(rollout, turn.tool, turn.tool_input)
+            earlier = [t.tool_input for t in trajectory.calls if t.tool == turn.tool and "lost" not in t.info]
+            self.tools.call(rollout, turn.tool, turn.tool_input, earlier)
         return False
 
     def _observed(self, rollout, output, status):
@@ -377,9 +392,9 @@ class Loop:
         output = str(output).encode(errors="replace").decode()  # a lone surrogate cannot be tokenized
         if len(output) > LONGEST_OUTPUT:
             output = f"{output[:LONGEST_OUTPUT]} [cut: {len(output)} characters]"
-        turn.tool_output, turn.tool_status = output, status
-        turn.observation_ids = self.task.observation_ids(output)
-        rollout.context = turn.context_ids + turn.action_ids + turn.observation_ids
+        turn.tool_status = status
+        turn.tool_output, turn.observation_ids = self.task.observation(output, turn.tool)
+        rollout.context = self.task.next_context(rollout.trajectory.turns)
 
     def _watch(self, heard, events):
         """One line when nothing has finished for a while: a silent wait is the hardest fault to find."""
@@ -407,19 +422,19 @@ class Tools:
         self.calls = {}  # number -> (rollout, tool, input, started)
         self.number = 0
 
-    def call(self, rollout, tool, text):
-        self.waiting.append((rollout, tool, text))
+    def call(self, rollout, tool, text, earlier):
+        self.waiting.append((rollout, tool, text, earlier))
         self._start()
 
     def _start(self):
         while self.waiting and (self.workers == 0 or len(self.calls) < self.workers):
-            rollout, tool, text = self.waiting.popleft()
+            rollout, tool, text, earlier = self.waiting.popleft()
             self.number += 1
             self.calls[self.number] = (rollout, tool, text, time.monotonic())
             if self.workers == 0:
-                self._work(self.number, tool, text)
+                self._work(self.number, tool, text, earlier)
             else:
-                self._thread(self.number, tool, text)
+                self._thread(self.number, tool, text, earlier)
 
     def _thread(self, *call):
         threading.Thread(target=self._work, args=call, name="tool call", daemon=True).start()
@@ -429,11 +444,15 @@ class Tools:
                 f"{running - len(self.calls)} calls of the tool hang and cannot be ended: it is out of order."
             )
 
-    def _work(self, number, tool, text):
+    def _work(self, number, tool, text, earlier):
         try:
-            self.done.put((number, self.task.run_tool(tool, text), "ok"))
+            self.done.put((number, self.task.run_tool(tool, text, earlier), "ok"))
         except Lost as lost:
             self.done.put((number, str(lost), "lost"))
+        except Failed as failed:
+            if failed.lost:
+                self.calls[number][0].trajectory.turns[-1].info["lost"] = 1.0
+            self.done.put((number, str(failed), failed.status))
         except (
             BaseException
         ) as error:  # an observation like any other: the trajectory goes on, and the failure is counted

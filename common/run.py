@@ -37,23 +37,23 @@ CLAIMS = []  # open lock files of run directories; closed, and so released, when
 
 # Settings that make an embedded model a sensible run by itself: they become the parser's defaults, so an explicit flag wins. Shared
 # fields only, equal for every script.
+TINY = dict(
+    steps=25,
+    questions=16,
+    group=8,
+    max_turns=5,
+    max_turn_tokens=40,
+    max_observation_tokens=96,
+    max_context=768,
+    lr=5e-4,
+    lora_rank=16,
+    lora_alpha=32,
+    eval_every=5,
+    micro_tokens=8192,
+)
 PRESETS = {
-    "tiny": dict(
-        task="tiny_search",
-        topk=1,
-        steps=25,
-        questions=16,
-        group=8,
-        max_turns=5,
-        max_turn_tokens=40,
-        max_observation_tokens=96,
-        max_context=768,
-        lr=5e-4,
-        lora_rank=16,
-        lora_alpha=32,
-        eval_every=5,
-        micro_tokens=8192,
-    ),
+    "tiny": dict(task="tiny_search", topk=1, **TINY),
+    "tiny-math": dict(task="tiny_math", **TINY),
     "smollm2": dict(
         task="tiny_search",
         topk=1,
@@ -84,6 +84,7 @@ LIMITS = (  # argument, what must hold, what is said otherwise
     ("lora_rank", lambda v: 1 <= v <= 512, "the engine takes adapters of rank 1 to 512"),
     ("lora_alpha", lambda v: v > 0, "more than 0, or the adapter has no effect"),
     ("samples", lambda v: v >= 0, "0 (greedy only) or a number of trajectories per question"),
+    ("window", lambda v: v >= 1, "the last turn at least"),
     ("shots", lambda v: 0 <= v <= 2, "there are 2 worked examples"),
     ("epochs", lambda v: v >= 1, "at least one"),
     ("minibatches", lambda v: v >= 1, "at least one"),
@@ -175,8 +176,8 @@ def check(args):
         raise SystemExit(f"--adapter {args.adapter}: no adapter_config.json there.")
     if not args.task:
         raise SystemExit(
-            "--task is missing: tiny_search (embedded), or a file questions.jsonl together with --corpus documents.jsonl "
-            "or --retriever http://host:port/retrieve."
+            "--task is missing: tiny_search or tiny_math (embedded), reasoning_gym:<name>, or a file questions.jsonl together with "
+            "--corpus documents.jsonl or --retriever http://host:port/retrieve, or with --task_kind math."
         )
 
 

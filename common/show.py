@@ -171,7 +171,8 @@ def rows(sample, tokenizer):
     for k, turn in enumerate(sample["turns"], 1):
         advantage = turn.get("advantage")
         measured = "".join(f"   {name} {value}" for name, value in (turn.get("info") or {}).items())
-        yield "  ", f"turn {k}   {turn['tokens']} tokens   {credit_in_words(advantage)}{measured}", ""
+        words = "of the trunk" if k <= sample.get("forked", 0) else credit_in_words(advantage)
+        yield "  ", f"turn {k}   {turn['tokens']} tokens   {words}{measured}", ""
         yield "    ", tokens(turn["text"], turn["tokens"], tokenizer).strip(), colour_of(advantage)
         if turn["tool_status"]:
             what = f"{turn['tool']}({turn['tool_input']!r})" if turn["tool"] else "no action"
@@ -209,7 +210,8 @@ def summary(folder, tokenizer):
     first, last = evals[0], evals[-1]
     print(f"\nHeld-out questions, greedy        before   after step {last['step']}")
     for name, key in TABLE:
-        print(f"  {name:<30}{first[key]:8.3f}{last[key]:8.3f}")
+        if first[key] is not None:  # there is no F1 in mathematics
+            print(f"  {name:<30}{first[key]:8.3f}{last[key]:8.3f}")
     print(f"\nLearning curve: {curve(metrics, folder / 'curve.png')}")
     chosen = tutorial(stream(folder / "samples.jsonl"))
     if chosen:

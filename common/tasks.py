@@ -3,62 +3,73 @@
 Only what the model itself sampled is ever parsed.
 """
 
+import contextlib
+import difflib
 import functools
 import hashlib
 import heapq
+import importlib.util
 import json
 import random
-import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from common import models, protocol, run, tiny
+from tqdm import tqdm
+
+from common import models, protocol, run, tiny, tiny_math, verify
 from common.scores import exact_match, f1, normalise
 from common.turns import Question
+from tools.python import Python
 from tools.search import Retriever, Search
 
 TEST = 500  # questions of a file that are kept for eval.py
+GYM = "reasoning_gym:"  # how --task names a data set of that package
+GYM_TRAIN = 2000  # questions made of it to train on
+KINDS = (
+    "tiny_search or tiny_math (embedded, nothing to download), reasoning_gym:<name> (made by that package), or a file "
+    'questions.jsonl of {"question", "answers"} lines, together with --corpus documents.jsonl or --retriever '
+    "http://host:port/retrieve, or with --task_kind math"
+)
 
 
-@dataclass
-class Action:
-    """What a generation asks for: a tool with its input, or (tool None) the final answer."""
+class Task:
+    """Questions, and what every family of them has in common. A family (a class below) says what an answer scores, and may have
+    worked examples; its tool decides what the prompt describes.
 
-    tool: str | None
-    text: str
-
-
-class SearchQA:
-    """Questions answered by searching a corpus.
-
+    tool                       has a name ("search" or "python") and turns the text of a call into the text of its answer
     train, held_out, test      questions to train on, to evaluate on while training (development), and to report (eval.py)
     take(n)                    this rank's share of the next n questions of the run
-    prompt_ids, parse, run_tool, observation_ids, finish     what the rollout loop asks
+    prompt_ids, parse, run_tool, observation, next_context, finish     what the rollout loop asks
     """
 
-    invalid_message = protocol.INVALID
+    examples = ()  # worked examples for --shots, as they stand in a prompt of the tags protocol
 
-    def __init__(self, args, tokenizer, train, held_out, search, test=()):
-        self.tokenizer, self.search = tokenizer, search
-        self.keeps_time = getattr(search, "keeps_time", False)  # whether the tool limits the time of a call itself
+    def __init__(self, args, tokenizer, tool, train, held_out, test=()):
+        self.tokenizer, self.tool = tokenizer, tool
+        self.keeps_time = getattr(tool, "keeps_time", False)  # whether the tool limits the time of a call itself
         self.train, self.held_out, self.test = train, held_out, list(test)
         self.max_turns, self.max_turn_tokens = args.max_turns, args.max_turn_tokens
-        self.observation_limit = args.max_observation_tokens
-        # A closing action tag ends a generation, and so does an information tag: the model does not write its own observations.
-        self.stop = ["</search>", "</answer>", "<information>"]
-        self.stop_ids = end_ids(tokenizer)
-        self.chat = args.template == "on" or (args.template == "auto" and tokenizer.chat_template is not None)
-        self.examples = "".join(protocol.worked_example(e) for e in protocol.EXAMPLES[: args.shots])
+        if args.shots > len(self.examples):
+            raise SystemExit(f"--shots {args.shots}: this task has {len(self.examples)} worked examples.")
+        protocols = {"tags": protocol.Tags, "chat": protocol.Chat}
+        self.protocol = protocols[args.protocol](args, tokenizer, tool.name, self.examples[: args.shots])
+        self.stop, self.stop_ids = self.protocol.stop, self.protocol.stop_ids
+        self.invalid_message = self.protocol.invalid_message
+        self.context, self.window = args.context, args.window
         self.position = 0  # questions taken so far, over all ranks
         self.seed, self.order = args.seed, (None, [])
+
+    def score(self, answer, question):
+        """(outcome in [0, 1], further numbers by name) of an answer; None: there was no answer."""
+        raise NotImplementedError
 
     # -- questions
 
     @functools.cached_property
     def fingerprint(self):
-        """A hash of the questions and the corpus: a run that is resumed on others is refused."""
+        """A hash of the questions and of what the tool answers: a run that is resumed on others is refused."""
         data = [(q.id, q.text, q.golds) for q in (*self.train, *self.held_out)]
-        return hashlib.sha256(repr((data, getattr(self.search, "fingerprint", None))).encode()).hexdigest()
+        return hashlib.sha256(repr((data, getattr(self.tool, "fingerprint", None))).encode()).hexdigest()
 
     def take(self, n):
         """The next n questions of the run, of which this rank gets every world-th: possibly none. Each pass over the data is shuffled anew."""
@@ -74,59 +85,80 @@ class SearchQA:
             self.order = epoch, order
         return self.train[self.order[1][place]]
 
-    # -- protocol
+    # -- what the rollout loop asks
 
     def prompt_ids(self, question):
-        """Ids of the first context: the chat template's when there is one, else instruction, examples and question as plain text."""
-        text = protocol.INSTRUCTION + self.examples + protocol.question_line(question.text)
-        if not self.chat:
-            bos = [self.tokenizer.bos_token_id] if adds_bos(self.tokenizer) else []
-            return bos + self.tokenizer.encode(text, add_special_tokens=False)
-        messages = [{"role": "system", "content": protocol.SYSTEM}, {"role": "user", "content": text.strip()}]
-        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        """Ids of the first context."""
+        return self.protocol.prompt_ids(question.text)
 
     def decode(self, ids):
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def parse(self, text):
-        """The first complete action in a generation's own text, or None."""
-        # From the last opening tag before the closing one: a tag that is only mentioned must not begin the query.
-        found = re.search(r"<(search|answer)>((?:(?!<\1>).)*?)</\1>", text, re.DOTALL)
-        if not found:
-            return None
-        kind, inner = found[1], found[2].strip()
-        return Action(None if kind == "answer" else kind, inner)
+        """The action in a generation's own text, or None."""
+        return self.protocol.parse(text)
 
-    def run_tool(self, tool, text):
-        return self.search(text)
+    def run_tool(self, tool, text, earlier):
+        """What the tool answers. earlier: the inputs of this trajectory's earlier calls that ran."""
+        return self.tool(text, earlier)
 
-    def observation_ids(self, output):
-        return protocol.encode_observation(self.tokenizer, output, self.observation_limit)
+    def observation(self, output, tool):
+        """(text as the model is shown it, ids) of what a tool answered; tool None: of the invalid message."""
+        return self.protocol.observation(output, tool)
+
+    def next_context(self, turns):
+        """Ids of the context of the turn that follows the last of `turns`, by --context."""
+        if self.context == "window":
+            kept = turns[-self.window :]
+            return turns[0].context_ids + [i for turn in kept for i in turn.action_ids + self._heard(turn)]
+        last = turns[-1]
+        context, action = last.context_ids, last.action_ids
+        if self.context == "strip_think":
+            context, action = protocol.without_thinking(context, action, self.decode)
+        return context + action + self._heard(last)
+
+    def _heard(self, turn):
+        """Ids that follow an action: its observation, without a second end token where the action has one already."""
+        heard, ended = turn.observation_ids, turn.action_ids[-1:]
+        doubled = heard and ended and heard[0] in self.stop_ids and ended[0] in self.stop_ids
+        return heard[1:] if doubled else heard
 
     def finish(self, trajectory, question):
-        """Score a trajectory that has ended: outcome is exact match; F1 goes into its info."""
-        trajectory.outcome = exact_match(trajectory.answer, question.golds)
-        trajectory.info["f1"] = f1(trajectory.answer, question.golds)
+        """Score a trajectory that has ended."""
+        trajectory.outcome, more = self.score(trajectory.answer, question)
+        trajectory.info |= more
 
 
-def adds_bos(tokenizer):
-    """Whether the tokenizer itself begins a text with its start token."""
-    return tokenizer.bos_token_id is not None and tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]
+class SearchQA(Task):
+    """Questions answered by searching a corpus. The outcome is exact match; F1 goes into the trajectory's info."""
+
+    examples = tuple(protocol.worked_example(example) for example in protocol.EXAMPLES)
+
+    def score(self, answer, question):
+        return exact_match(answer, question.golds), {"f1": f1(answer, question.golds)}
 
 
-def end_ids(tokenizer):
-    """Every id that ends a message: the tokenizer's, the generation config's, and the end-of-message tokens of common templates."""
-    from transformers import GenerationConfig
+class MathQA(Task):
+    """Questions answered by computing in Python. The outcome is whether the answer has the value of a gold."""
 
-    ids = {tokenizer.eos_token_id}
-    try:
-        more = GenerationConfig.from_pretrained(tokenizer.name_or_path).eos_token_id
-        ids |= set(more if isinstance(more, list) else [more])
-    except OSError:  # a model without a generation config
-        pass
-    vocabulary = tokenizer.get_vocab()
-    ids |= {vocabulary[t] for t in ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>") if t in vocabulary}
-    return sorted(i for i in ids if i is not None)
+    def run_tool(self, tool, text, earlier):
+        return super().run_tool(tool, text, earlier).rstrip("\n")  # print ends a line; so does the tag behind it
+
+    def score(self, answer, question):
+        return float(verify.equal(answer, question.golds)), {}
+
+
+class GymQA(MathQA):
+    """Questions of a reasoning_gym data set, answered by computing in Python and scored by the data set itself: right or wrong."""
+
+    def __init__(self, score_answer, *args):
+        super().__init__(*args)
+        self.score_answer = score_answer
+
+    def score(self, answer, question):
+        with contextlib.suppress(Exception):  # some scorers raise on an answer that makes no sense
+            return float(answer is not None and self.score_answer(answer, question.info["entry"]) == 1.0), {}
+        return 0.0, {}
 
 
 def read_question(line, number):
@@ -181,11 +213,100 @@ def read_questions(path):
 
 
 def load(args, whole=False):
-    """The task --task names: `tiny_search`, or a JSONL file of questions with --corpus or --retriever.
+    """The task --task names, of the family it belongs to. Its questions are split into train, held_out (--eval_questions of them, if
+    there are) and test; no text is in two of them. whole: the file is a test set itself, and all of it is `test`.
 
-    Questions are split into train, held_out (--eval_questions of them, if there are) and test; no text is in two of them. whole: the file
-    is a test set itself, and all of it is `test`. Raises SystemExit for data that is missing or malformed, before any model is loaded.
+    Raises SystemExit for data that is missing or malformed, before any model is loaded.
     """
+    mathematics = args.task == "tiny_math" or args.task.startswith(GYM) or args.task_kind == "math"
+    refuse_unlearned(args, mathematics)
+    family, tool, train, held_out, test = math_task(args, whole) if mathematics else search_task(args, whole)
+    train = train[: args.limit] if args.limit else train
+    tokenizer = models.load_tokenizer(models.resolve(args.model))
+    task = family(args, tokenizer, tool, train, held_out, test)
+    check_lengths(task, args)
+    return task
+
+
+def refuse_unlearned(args, mathematics):
+    """Raises SystemExit when an embedded base is given a task with the other one's tool: its tags are all it knows."""
+    right, other = ("tiny-math", "tiny") if mathematics else ("tiny", "tiny-math")
+    if args.model == other:
+        tool = "Python" if mathematics else "search"
+        raise SystemExit(
+            f"--model {other} --task {args.task}: it has not learned to use {tool}; {right} has: --model {right}."
+        )
+
+
+def math_task(args, whole):
+    """(family, its tool, train, held_out, test): `tiny_math`, a data set of reasoning_gym, or a JSONL file of questions."""
+    if args.corpus or args.retriever:
+        raise SystemExit(
+            f"--corpus and --retriever: --task {args.task} is answered by computing, there is nothing to search in."
+        )
+    family = MathQA
+    if args.task == "tiny_math":
+        if whole:
+            raise SystemExit("--task tiny_math is no test set: it has questions to train on, and others to test on.")
+        train, held_out = (
+            [Question(q["id"], q["question"], q["answers"], info={"steps": q["steps"]}) for q in part]
+            for part in tiny_math.questions()
+        )
+        half = len(held_out) // 2
+        parts = train, held_out[:half][: args.eval_questions], held_out[half:]
+    elif args.task.startswith(GYM):
+        if whole:
+            raise SystemExit(f"--task {args.task} is no test set: it has questions to train on, and others to test on.")
+        family, *parts = gym_questions(args)
+    else:
+        if not importlib.util.find_spec("math_verify"):
+            raise SystemExit("--task_kind math: math-verify is not installed: make setup")
+        questions = read_questions(args.task)
+        parts = ([], [], questions) if whole else split(questions, args.eval_questions, key=words)
+    return family, Python(args.tool_timeout, args.unsafe_python), *parts
+
+
+def gym_questions(args):
+    """(family, train, held_out, test) of `reasoning_gym:<name>`. Questions come from seeds far apart, and no text is in two parts."""
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise SystemExit(
+            f"--task {args.task}: {error}. .venv/bin/pip install reasoning-gym==0.1.25 (a part of it needs a C compiler)"
+        ) from None
+    name = args.task.removeprefix(GYM)
+    if name not in DATASETS:
+        close = difflib.get_close_matches(name, DATASETS, n=5, cutoff=0.4) or sorted(DATASETS)
+        raise SystemExit(f"--task {args.task}: reasoning_gym has no such data set. Close: {', '.join(close)}.")
+    taken, parts = set(), []
+    train = min(GYM_TRAIN, args.limit or GYM_TRAIN)
+    for number, (part, count) in enumerate((("test", TEST), ("held_out", args.eval_questions), ("train", train))):
+        # The question of a seed and index is that of the seed before it and the next index.
+        try:
+            dataset = reasoning_gym.create_dataset(name, size=count, seed=number * 10**7)
+        except Exception as error:
+            raise SystemExit(f"--task {args.task}: not without a configuration of its own ({error}).") from None
+        made = {}
+        for entry in tqdm(dataset, desc=f"{args.task} {part}", leave=False, disable=run.rank() > 0):
+            made.setdefault(words(entry["question"]), entry)
+        fresh = [entry for text, entry in made.items() if text not in taken]
+        golds = [
+            [] if entry["answer"] is None else [str(entry["answer"])] for entry in fresh
+        ]  # [] where many are right
+        questions = [
+            Question(f"{part}-{i}", entry["question"], gold, info={"entry": entry})
+            for i, (entry, gold) in enumerate(zip(fresh, golds))
+        ]
+        parts.insert(0, questions)
+        taken |= made.keys()
+    if not parts[0] or not parts[1]:
+        raise SystemExit(f"--task {args.task}: it has too few different questions to train on some and test on others.")
+    return functools.partial(GymQA, dataset.score_answer), *parts
+
+
+def search_task(args, whole):
+    """(SearchQA, its tool, train, held_out, test): `tiny_search`, or a JSONL file of questions with --corpus or --retriever."""
     if args.corpus and args.retriever:
         raise SystemExit("--corpus and --retriever: one of them, there is one place to search in.")
     if args.task == "tiny_search":
@@ -196,46 +317,42 @@ def load(args, whole=False):
             [Question(q["id"], q["question"], q["answers"], info={"hops": q["hops"]}) for q in part] for part in parts
         )
         half = len(held_out) // 2
-        held_out, test = held_out[:half][: args.eval_questions], held_out[half:]
+        parts = train, held_out[:half][: args.eval_questions], held_out[half:]
     elif args.task.endswith(".jsonl") or (args.task and Path(args.task).exists()):
         if not (args.corpus or args.retriever):
             raise SystemExit(
                 f"--task {args.task} needs something to search in: --corpus documents.jsonl (lines of id, title and text), or "
-                "--retriever http://host:port/retrieve (a server)."
+                "--retriever http://host:port/retrieve (a server). Mathematics: --task_kind math."
             )
         documents, questions = args.corpus, read_questions(args.task)
-        train, held_out, test = ([], [], questions) if whole else split(questions, args.eval_questions)
+        parts = ([], [], questions) if whole else split(questions, args.eval_questions)
     else:
-        raise SystemExit(
-            f"--task {args.task or '(none)'}: give tiny_search (embedded, nothing to download), or a file questions.jsonl of "
-            '{"question", "answers"} lines together with --corpus documents.jsonl or --retriever http://host:port/retrieve.'
-        )
+        raise SystemExit(f"--task {args.task or '(none)'}: give {KINDS}.")
     if args.retriever:
-        search = Retriever(args.retriever, args.topk, timeout=args.tool_timeout)
-    else:
-        try:
-            search = Search(documents, args.topk)
-        except (OSError, ValueError) as error:
-            raise SystemExit(f"--corpus: {error}") from None
-    train = train[: args.limit] if args.limit else train
-    tokenizer = models.load_tokenizer(models.resolve(args.model))
-    task = SearchQA(args, tokenizer, train, held_out, search, test)
-    check_lengths(task, args)
-    return task
+        return SearchQA, Retriever(args.retriever, args.topk, timeout=args.tool_timeout), *parts
+    try:
+        return SearchQA, Search(documents, args.topk), *parts
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"--corpus: {error}") from None
 
 
-def split(questions, held_out):
+def words(text):
+    """A text with single spaces. For mathematics, where signs and case matter."""
+    return " ".join(text.split())
+
+
+def split(questions, held_out, key=normalise):
     """(train, held-out, test): fixed pseudo-random parts of a file; `held_out` questions and TEST, but at most a quarter of the file each.
 
-    The test questions do not depend on `held_out`. No question text is in two of them.
+    The test questions do not depend on `held_out`. No question text is in two of them, texts of the same key being the same.
     """
     order = sorted(questions, key=lambda q: random.Random(q.text).random())
     quarter = max(1, len(order) // 4)
     parts, taken = [], set()
     for count, candidates in ((TEST, order[::-1]), (held_out, order)):
-        parts.insert(0, [q for q in candidates if normalise(q.text) not in taken][: min(count, quarter)])
-        taken |= {normalise(q.text) for q in parts[0]}
-    train = [q for q in questions if normalise(q.text) not in taken]
+        parts.insert(0, [q for q in candidates if key(q.text) not in taken][: min(count, quarter)])
+        taken |= {key(q.text) for q in parts[0]}
+    train = [q for q in questions if key(q.text) not in taken]
     if not train:
         raise SystemExit(
             f"{len(questions)} question(s) are too few: at least 3 of different text are needed, one each to train on, to "
@@ -252,8 +369,12 @@ def check_lengths(task, args):
         return f"{args.task}, line {question.info['line']}" if "line" in question.info else f"question {question.id}"
 
     for question in questions:
-        answers = [f"<answer> {gold} </answer>" for gold in question.golds if normalise(gold)]
-        if min(len(answer.encode()) for answer in answers) <= args.max_turn_tokens:  # a token is a byte at least
+        answers = [
+            f"<answer> {gold} </answer>" for gold in question.golds if normalise(gold) or question.golds == [gold]
+        ]
+        if (
+            not answers or min(len(answer.encode()) for answer in answers) <= args.max_turn_tokens
+        ):  # a token is a byte at least
             continue
         shortest = min(len(task.tokenizer.encode(answer, add_special_tokens=False)) for answer in answers)
         if shortest > args.max_turn_tokens:

@@ -10,12 +10,9 @@ has a bad habit: most of its traces stop one search short. That is for reinforce
 """
 
 import functools
-import hashlib
 import random
-import shutil
-from pathlib import Path
 
-from common import protocol, run
+from common import pretrain, protocol
 
 FIRST = (
     "Ada Bela Cora Dino Edna Fritz Gina Hugo Ida Jonas Kira Leo Mona Nils Olga Petra Quinn Rosa Sven Tara Ulla Vito Wanda Xenia "
@@ -71,19 +68,9 @@ SIZES = {"person": 120, "firm": 50, "town": 40}  # passages of each of the two w
 QUESTIONS = {1: 0.1, 2: 0.5, 3: 0.4}  # hops: share
 TRAIN, HELD_OUT = 2000, 400  # questions
 
-# The base. Heads of 32 are the smallest that vLLM serves on a CPU; contexts are short, hence the small theta.
-SHAPE = {
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
-}
-STEPS, BATCH = 480, 32
+STEPS = 480  # of pretraining
 LESSONS = (0.2, 0.35, 0.5)  # shares of the steps at which copying, 1 hop and up to 2 hops end
-MUON_LR, ADAM_LR = 0.02, 0.006  # of the matrices; of embeddings, norms and biases
+WORDS = protocol.WORDINGS["search"]
 COPIED = 12  # names in a copying exercise
 TOKENIZER_TRACES = 6000
 # How likely a scripted trace of several hops is to stop one search short: mostly, but hardly ever when it starts from a firm.
@@ -198,7 +185,7 @@ def _trace(rng, names, hops, flawed):
     start = RELATIONS[relations[0]][0]
     path, passages = _World(rng, names).walk(relations, rng.choice(names[start]))
     stop = flawed and hops > 1 and rng.random() < STOP[start]
-    trace, thought = [(protocol.INSTRUCTION + protocol.question_line(_question(rng, relations, path[0])), "prompt")], ""
+    trace, thought = [(WORDS.instruction + protocol.question_line(_question(rng, relations, path[0])), "prompt")], ""
     for i in range(hops - stop):
         trace.append((f"<think>{thought} I need the {relations[i]}. </think> <search> {path[i]} </search>", "turn"))
         trace.append((f"Doc 1 (Title: {path[i]}) {passages[i]}", "found"))
@@ -209,150 +196,36 @@ def _trace(rng, names, hops, flawed):
 def _copying(rng, names):
     """A list of names and the same list again, as a trace: the quickest way to teach attention to copy what stands earlier."""
     listed = "".join(f" {rng.choice(names[rng.choice(list(names))])}" for _ in range(COPIED))
-    return [(f"{protocol.INSTRUCTION}{listed}\n", "prompt"), (f"{listed}\n", "turn")]
+    return [(f"{WORDS.instruction}{listed}\n", "prompt"), (f"{listed}\n", "turn")]
 
 
-def _tokenizer(names):
-    """Byte-level BPE of whole words; a town stays two pieces, so that a new town is read and written like a known one.
-
-    It splits text as Qwen2's tokenizer does: transformers loads the tokenizer of any Qwen2 model as that class.
-    """
-    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
-
-    rng = random.Random(1)
+def _tokenizer():
+    """Of whole words; a town stays two pieces, so that a new town is read and written like a known one."""
+    names, rng = _names()["pretraining"], random.Random(1)
     texts = [text for i in range(TOKENIZER_TRACES) for text, _ in _trace(rng, names, 1 + i % 3, flawed=False)]
-    for tag in TAGS:
-        texts = [text.replace(tag, "\0") for text in texts]
-    bpe, qwen = Tokenizer(models.BPE()), Qwen2Tokenizer().backend_tokenizer
-    bpe.normalizer, bpe.pre_tokenizer, bpe.decoder = qwen.normalizer, qwen.pre_tokenizer, qwen.decoder
-    trainer = trainers.BpeTrainer(
-        vocab_size=1024,
-        min_frequency=TOKENIZER_TRACES // 60,  # every word and half of a town is seen more often, a whole town less
-        special_tokens=["<pad>", "<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator((part for text in texts for part in text.split("\0")), trainer)
-    bpe.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<pad>",  # never needed, but the default would be one token more than the model has
-        clean_up_tokenization_spaces=False,
-        model_max_length=1024,
-    )
+    # Every word and half of a town is seen more often than that, a whole town less.
+    return pretrain.make_tokenizer(texts, TAGS, TOKENIZER_TRACES // 60)
 
 
-def _encode(tokenizer, traces, prefix):
-    """Traces piece by piece as the trainer will hold them, but in one call of the tokenizer, which is far faster.
-
-    -> list of (ids after the ids `prefix` that all have in common, for each of these ids whether the model writes it).
-    """
-    around = [tokenizer.encode(tag) for tag in protocol.INFORMATION]
-    encoded = iter(tokenizer([text for trace in traces for text, _ in trace])["input_ids"])
-    rows = []
-    for trace in traces:
-        ids, own = [], []
-        for _, kind in trace:
-            piece = next(encoded)
-            if kind == "found":  # as protocol.encode_observation: the passages are shorter than any sensible limit
-                piece = around[0] + piece + around[1]
-            ids += piece
-            own += [kind == "turn"] * len(piece)
-        assert ids[: len(prefix)] == prefix, "the instruction must end where a token ends"
-        rows.append((ids[len(prefix) :] + [tokenizer.eos_token_id], own[len(prefix) :] + [True]))
-    return rows
-
-
-def _train(tokenizer, names):
-    """Pretrain on scripted traces -> model (float32, on the CPU).
-
-    Lessons: copying, then 1, 2 and 3 hops; only what the model itself writes is learned. All rows begin with the instruction:
-    its keys and values are computed once a step and shared.
-    """
-    import torch
-    from tqdm import tqdm
-    from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
-
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        **SHAPE,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        attn_implementation="eager",  # on a CPU, in bfloat16 and at these lengths faster than the fused kernel
-    )
-    model = Qwen2ForCausalLM(config).float().train()
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim < 2 or "embed" in name]
-    optimizers = [
-        torch.optim.Muon(matrices, lr=MUON_LR, momentum=0.95, weight_decay=0.01),
-        torch.optim.AdamW(others, lr=ADAM_LR, betas=(0.9, 0.98), weight_decay=0.0),
-    ]
-    peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
-    prefix = tokenizer.encode(protocol.INSTRUCTION)
-    rng = random.Random(2)
-    bar = tqdm(range(STEPS), desc="pretraining the tiny base (once)")
-    for step in bar:
-        done = step / STEPS
-        for optimizer, peak in zip(optimizers, peaks):
-            optimizer.param_groups[0]["lr"] = peak * min(1, (step + 1) / (0.03 * STEPS), (1 - done) / 0.3)
-        hops = sum(done >= end for end in LESSONS)
-        traces = [
-            _trace(rng, names, rng.randint(1, hops), flawed=True) if hops else _copying(rng, names)
-            for _ in range(BATCH)
-        ]
-        rows = sorted(_encode(tokenizer, traces, prefix), key=lambda row: len(row[0]))
-        loss = 0.0
-        with torch.autocast("cpu", torch.bfloat16):
-            instruction = model.model(torch.tensor([prefix]), use_cache=True).past_key_values
-            for part in (rows[: BATCH // 2], rows[BATCH // 2 :]):  # alike in length: less padding
-                width = max(len(ids) for ids, _ in part)
-                ids = torch.tensor([ids + [tokenizer.pad_token_id] * (width - len(ids)) for ids, _ in part])
-                learned = torch.tensor([own[1:] + [False] * (width - len(own)) for _, own in part])
-                shared = [[kv.expand(len(part), -1, -1, -1) for kv in layer[:2]] for layer in instruction]
-                hidden = model.model(
-                    ids[:, :-1], past_key_values=DynamicCache(shared), use_cache=True
-                ).last_hidden_state
-                logits = model.lm_head(hidden[learned]).float()
-                loss += torch.nn.functional.cross_entropy(logits, ids[:, 1:][learned], reduction="sum")
-        loss = loss / sum(sum(own) for _, own in rows)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        bar.set_postfix(loss=f"{loss.item():.3f}")
-    return model.eval()
+def _lesson(names, rng, done):
+    """A trace to learn from when the share `done` of pretraining is over: copying, then 1, 2 and 3 hops."""
+    hops = sum(done >= end for end in LESSONS)
+    return _trace(rng, names, rng.randint(1, hops), flawed=True) if hops else _copying(rng, names)
 
 
 def base():
-    """Directory of the tiny base (weights, tokenizer), built at the first call on a machine, in about two minutes on two cores."""
-    made_of = Path(__file__).read_text(encoding="utf-8") + protocol.INSTRUCTION + "".join(protocol.INFORMATION)
-    path = run.cache_dir() / "tiny" / hashlib.sha256(made_of.encode()).hexdigest()[:16]
-    with run.locked(path):
-        if not path.exists():
-            import torch
+    """Directory of the tiny base (weights, tokenizer), built at the first call on a machine."""
+    lesson = functools.partial(_lesson, _names()["pretraining"])
+    return pretrain.base("tiny", __file__, _tokenizer, lesson, STEPS, WORDS)
 
-            beside = Path(f"{path}.new")  # renamed when whole: a killed build leaves nothing that counts
-            shutil.rmtree(beside, ignore_errors=True)
-            names = _names()["pretraining"]
-            tokenizer = _tokenizer(names)
-            threads = torch.get_num_threads()
-            torch.set_num_threads(2)  # always: with another number sums are rounded otherwise, and it is another base
-            with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(0)  # not torch.manual_seed: it would seed the GPUs as well
-                model = _train(tokenizer, names)
-            torch.set_num_threads(threads)
-            model.save_pretrained(beside)
-            tokenizer.save_pretrained(beside)
-            beside.rename(path)
-    return path
+
+def build():
+    """Print where the embedded bases lie, built if need be. For make setup."""
+    from common import tiny_math
+
+    print(base())
+    print(tiny_math.base())
 
 
 if __name__ == "__main__":
-    print(base())
+    build()

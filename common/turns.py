@@ -45,6 +45,11 @@ class Turn:
     observation_ids: list[int] = field(default_factory=list)  # what the environment appended; context only
     info: dict[str, float] = field(default_factory=dict)  # plain numbers an algorithm measures
 
+    @property
+    def ran(self):
+        """Whether its tool call ran, well or not."""
+        return self.tool_status in ("ok", "error", "timeout")
+
 
 @dataclass
 class Trajectory:
@@ -54,12 +59,13 @@ class Trajectory:
     answer: str | None = None
     outcome: float = 0.0  # the task's score, in [0, 1]
     stop: str = ""
+    forked: int = 0  # turns taken over from the trajectory it was forked from; the policy sampled the rest
     info: dict[str, float] = field(default_factory=dict)
 
     @property
     def calls(self):
         """The turns whose tool call ran, well or not."""
-        return [turn for turn in self.turns if turn.tool_status in ("ok", "error", "timeout")]
+        return [turn for turn in self.turns if turn.ran]
 
 
 @dataclass

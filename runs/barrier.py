@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import rollout, run, tasks
+from common import protocol, rollout, run, tasks
 from common.policy import Policy
 from train_grpo import Args
 
@@ -25,11 +25,11 @@ class FourTurns(tasks.SearchQA):
 
     def parse(self, text):
         action = super().parse(text)
-        return tasks.Action("search", action.text if action else text)
+        return protocol.Action("search", action.text if action else text)
 
-    def run_tool(self, tool, text):
+    def run_tool(self, tool, text, earlier):
         time.sleep(next(self.waits))
-        return self.search(text)
+        return self.tool(text)
 
 
 class BarrierTools(rollout.Tools):
@@ -77,7 +77,7 @@ def main():
     run.setup(args, __file__)
     policy = Policy(args)
     engine = rollout.Engine(policy, args)
-    task = FourTurns(args, plain.tokenizer, plain.train, plain.held_out, plain.search)
+    task = FourTurns(args, plain.tokenizer, plain.tool, plain.train, plain.held_out)
     questions = task.train[:4]
     continuous = rollout.Loop
     for loop in (BarrierLoop, continuous):  # warm-up

@@ -46,7 +46,7 @@ def broken(how, argv):
     tasks.Retriever = functools.partial(search.Retriever, patience=PATIENCE)
     plain, calls = tasks.SearchQA.run_tool, []
 
-    def run_tool(self, tool, text):
+    def run_tool(self, tool, text, earlier):
         calls.append(text)
         if len(calls) % 10 == 0:
             if how == "hangs":
@@ -55,7 +55,7 @@ def broken(how, argv):
                 raise ValueError("the index is gone")
             if how == "floods":
                 return "x y " * 2_500_000
-        return plain(self, tool, text)
+        return plain(self, tool, text, earlier)
 
     tasks.SearchQA.run_tool = run_tool
     plain_advantages, groups = train_grpo.compute_advantages, []

@@ -23,6 +23,8 @@ def pytest_collection_modifyitems(items):
                 "test_smoke.py",
                 "test_eval.py",
                 "test_checkpoint.py",
+                "test_context.py",
+                "test_rtpo.py",
             ):
                 item.add_marker(pytest.mark.skip(reason="written for vLLM's CPU build in float32"))
 

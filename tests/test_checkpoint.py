@@ -253,18 +253,14 @@ def test_eight_bit_optimizer_states_come_back_bit_for_bit(tmp_path):
 # ---- whole runs
 
 SMALL = (
-    "--steps 6 --questions 3 --group 4 --max_turns 3 --max_turn_tokens 24 --max_context 640 --eval_questions 4 --lora_rank 8 --lr 1e-3 "
+    "--steps 6 --questions 3 --group 6 --max_turns 4 --eval_questions 4 --lora_rank 8 --lr 1e-3 "
     "--eval_every 3 --save_every 1 --tool_workers 0"
 )
 
 
 @pytest.fixture(scope="module")
-def words(qwen, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    (folder / "c.jsonl").write_text(json.dumps({"id": "1", "title": "Oakford", "text": "a town by the river"}) + "\n")
-    lines = [json.dumps({"question": f"Which town is number {i}?", "answers": ["Oakford"]}) + "\n" for i in range(20)]
-    (folder / "q.jsonl").write_text("".join(lines))
-    return f"train_grpo.py --model {qwen} --task {folder}/q.jsonl --corpus {folder}/c.jsonl {SMALL}".split()
+def words():
+    return f"train_grpo.py --model tiny {SMALL}".split()
 
 
 def stopped_in_step_4(words, out, number, ranks=1):
@@ -322,8 +318,9 @@ def same(a, b):
     assert one["questions"] == two["questions"] == 18
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_killed_in_the_middle_of_step_4_goes_on_bit_for_bit(words, tmp_path, ranks):
+@pytest.mark.parametrize("script, ranks", [("train_grpo.py", 2), ("train_rtpo.py", 1)])
+def test_a_run_killed_in_the_middle_of_step_4_goes_on_bit_for_bit(words, tmp_path, script, ranks):
+    words = [script, *words[1:]]
     straight, killed = str(tmp_path / "straight"), str(tmp_path / "killed")
     commands.command(*words, "--out", straight, ranks=ranks)
     stopped_in_step_4(words, killed, signal.SIGKILL, ranks)

@@ -101,11 +101,14 @@ def test_short_model_names_find_their_owner(tmp_path):
         models.resolve("gtp-5")
 
 
-def test_every_departure_is_marked_where_it_happens_and_explained_in_the_docstring():
-    source = (ROOT / "train_grpo.py").read_text()
-    marked = {int(n) for n in re.findall(r"# DEPARTS (\d+)", source)}
-    explained = {int(n) for n in re.findall(r"^  (\d+)\. ", train_grpo.__doc__, re.MULTILINE)}
-    assert marked == explained == {1, 2, 3}
+@pytest.mark.parametrize(
+    "script, own", [("train_grpo", {1, 2, 3}), ("train_tspo", set()), ("train_gtpo", {4, 5}), ("train_rtpo", set())]
+)
+def test_every_departure_is_marked_where_it_happens_and_explained_in_the_docstring(script, own):
+    source = (ROOT / f"{script}.py").read_text()
+    _, _, departures = source.split('"""')[1].partition("Departures from the paper")
+    assert {int(n) for n in re.findall(r"# DEPARTS (\d+)", source)} == {1, 2, 3} | own
+    assert {int(n) for n in re.findall(r"^  (\d+)\. ", departures, re.MULTILINE)} == own
 
 
 def test_a_model_that_cannot_be_loaded_is_one_sentence(tmp_path, monkeypatch):

@@ -9,8 +9,8 @@ import torch
 import train_grpo
 from common import rollout, run
 from common.policy import Policy
+from common.protocol import Action
 from common.rollout import Engine
-from common.tasks import Action
 from common.turns import Question, pack
 
 
@@ -35,12 +35,15 @@ class Echo:
     def parse(self, text):
         return Action("echo", text)
 
-    def run_tool(self, tool, text):
+    def run_tool(self, tool, text, earlier):
         time.sleep(self.waits.random() * self.longest_wait)
         return f"heard {len(text)} letters of {text[:8]!r}"
 
-    def observation_ids(self, output):
-        return self.tokenizer.encode(f"\n<information> {output} </information>\n")
+    def observation(self, output, tool):
+        return output, self.tokenizer.encode(f"\n<information> {output} </information>\n")
+
+    def next_context(self, turns):
+        return turns[-1].context_ids + turns[-1].action_ids + turns[-1].observation_ids
 
     def finish(self, trajectory, question):
         pass

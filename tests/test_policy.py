@@ -221,10 +221,14 @@ def test_a_gradient_that_is_not_finite_skips_the_step(made, make_args, bad):
     assert not torch.equal(before[0], policy.parameters[0])
 
 
-def test_a_batch_without_trained_tokens_takes_part_with_zeros(made, make_args):
-    policy, _ = made
+def test_a_batch_without_trained_tokens_takes_part_with_zeros_and_momentum_alone_moves_nothing(made, make_args):
+    policy, batch = made
+    gradient(policy, batch, make_args(), 10**6)
+    assert policy.step()["grad_norm"] > 0  # the optimizer has momentum now
+    before = [p.detach().clone() for p in policy.parameters]
     assert float(gradient(policy, pack([], []), make_args(), 100).abs().sum()) == 0
-    assert policy.step()["skipped"] == 0
+    assert policy.step() == {"grad_norm": 0, "lr": policy.lr, "skipped": 0, "updates": 0}
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters))
 
 
 def test_the_canary_changes_the_model_and_puts_back_every_bit(made):

@@ -28,25 +28,27 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(results
     assert all(r["unchanged"] for r in results[1])
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """(metrics, samples) of the tiny model on one rank and on two. --questions 1: in each step one of two ranks has no question."""
+@pytest.fixture(scope="module", params=["train_grpo.py --questions 1", "train_rtpo.py --questions 3"])
+def runs(request, tmp_path_factory):
+    """(metrics, samples) of the tiny model on one rank and on two. GRPO: in each step one of two ranks has no question. RTPO: one rank
+    has the boundaries of two questions, the other those of one, and not at every turn."""
     found = []
     for ranks in (1, 2):
         out = tmp_path_factory.mktemp("run") / f"of{ranks}"
-        words = f"--model tiny --steps 3 --questions 1 --eval_questions 5 --eval_every 0 --out {out}"
-        commands.command("train_grpo.py", *words.split(), ranks=ranks)
+        words = f"{request.param} --model tiny --steps 3 --eval_questions 5 --eval_every 0 --out {out}"
+        commands.command(*words.split(), ranks=ranks)
         found.append((commands.read_lines(out / "metrics.jsonl"), commands.read_lines(out / "samples.jsonl")))
     return found
 
 
 def test_two_ranks_sample_what_one_samples(runs):
-    key = lambda s: (s["kind"], s["step"], s["question_id"], s["sample"])  # noqa: E731
+    key = lambda s: (s["kind"], s["step"], s["question_id"], s["forked"], s["sample"])  # noqa: E731
     texts = [
         [(key(s), [t["text"] for t in s["turns"]], s["outcome"]) for s in sorted(samples, key=key)]
         for _, samples in runs
     ]
-    assert texts[0] == texts[1] and len(texts[0]) == 2 * 5 + 3 * 8
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 2 * 5 + sum(line["rollout/trajectories"] or 0 for line in runs[0][0])
 
 
 def test_two_ranks_learn_as_one(runs):
@@ -55,6 +57,8 @@ def test_two_ranks_learn_as_one(runs):
     for a, b in zip(one, two):
         for name in (
             "reward/mean",
+            "rollout/trajectories",
+            "rollout/sampled_tokens",
             "rollout/action_tokens",
             "policy/entropy",
             "loss/policy",

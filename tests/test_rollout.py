@@ -5,59 +5,15 @@ import threading
 import time
 from types import SimpleNamespace
 
-import models
 import pytest
 import torch
+from scripted import DOCUMENTS, TOKENIZER, Scripted, Tool, play
 
 import train_grpo
 from common import protocol, rollout, run, tasks
 from common.turns import Group, Question, Trajectory, pack
 from tools import Lost
 from tools.search import Search
-
-DOCUMENTS = [
-    {"id": "1", "title": "Ada Cole", "text": "Ada Cole works for Nova Labs."},
-    {"id": "2", "title": "Nova Labs", "text": "Nova Labs is led by Bo Hale."},
-]
-TOKENIZER = models.tokenizer()
-
-
-class Scripted:
-    """Says what `script(question id, sample, turn)` returns: text, or ids, or (text or ids, "length")."""
-
-    def __init__(self, script, **changes):
-        self.args = train_grpo.Args(**changes)
-        self.script, self.limit, self.step, self.phase = script, self.args.max_context, 1, 1
-        self.queue, self.seen = [], []
-
-    def add(self, request_id, ids, max_tokens, stop, stop_ids, temperature, seed):
-        assert max_tokens >= 1 and len(ids) + max_tokens <= self.limit
-        self.queue.append(request_id)
-        self.seen.append(
-            SimpleNamespace(id=request_id, ids=list(ids), max_tokens=max_tokens, seed=seed, temperature=temperature)
-        )
-
-    def advance(self):
-        if self.queue:
-            request_id = self.queue.pop()  # last in first out: the order must not matter
-            question, sample, turn, _ = request_id.split("/")
-            said, reason = self.script(question, int(sample), int(turn)), "stop"
-            if isinstance(said, tuple):
-                said, reason = said
-            ids = TOKENIZER.encode(said) if isinstance(said, str) else said
-            yield request_id, ids, [-0.5] * len(ids), reason
-
-
-def play(script, count=1, golds=("Bo Hale",), tool=None, greedy=False, **changes):
-    """`count` trajectories of one question. Returns (trajectories, engine)."""
-    engine = Scripted(script, **changes)
-    task = tasks.SearchQA(engine.args, TOKENIZER, [], [], tool or Search(DOCUMENTS, 1))
-    group = Group(Question("q", "Who leads the firm of Ada Cole?", list(golds)), [Trajectory() for _ in range(count)])
-    episodes = [rollout.Rollout(group.question, t, i) for i, t in enumerate(group.trajectories)]
-    ended = []
-    rollout.Loop(engine, task, greedy).run(episodes, lambda: ended.append(1))
-    assert len(ended) == count
-    return group.trajectories, engine
 
 
 def two_hops(question, sample, turn):
@@ -132,7 +88,7 @@ def test_the_last_turn_runs_no_tool():
 
 def test_a_fabricated_observation_ends_the_turn_as_invalid():
     engine = Scripted(two_hops)
-    task = tasks.SearchQA(engine.args, TOKENIZER, [], [], None)
+    task = tasks.SearchQA(engine.args, TOKENIZER, Tool(None), [], [])
     assert "<information>" in task.stop
     (t,), _ = play(lambda q, s, k: ["The firm is <information>", "<answer> x </answer>"][k])
     assert t.turns[0].tool_status == "invalid"
@@ -211,7 +167,18 @@ def test_whatever_a_tool_returns_is_text_of_a_bounded_length():
         (None, "None"),
     ):
         (t,), _ = play(two_hops, tool=lambda query, output=output: output)
-        assert t.turns[0].tool_output == kept and len(t.turns[0].observation_ids) <= 512
+        assert kept.startswith(t.turns[0].tool_output) and len(t.turns[0].observation_ids) <= 512
+        large = dict(max_observation_tokens=100_000, max_context=200_000)
+        (t,), _ = play(two_hops, tool=lambda query, output=output: output, **large)
+        assert t.turns[0].tool_output == kept
+
+
+def test_what_was_cut_off_a_tool_s_output_is_not_recorded_as_shown():
+    (t,), _ = play(two_hops, tool=lambda query: "Bo " * 30 + "Hale", max_observation_tokens=60)
+    shown = (
+        TOKENIZER.decode(t.turns[0].observation_ids).removeprefix("\n<information> ").removesuffix(" </information>\n")
+    )
+    assert t.turns[0].tool_output == shown and "Hale" not in shown and shown.startswith("Bo Bo")
 
 
 def test_a_tool_that_calls_exit_is_a_failing_tool():
@@ -291,8 +258,9 @@ def test_a_rollout_can_start_from_earlier_turns():
     (t,), _ = play(two_hops)
     fork = Trajectory(turns=t.turns[:1])
     engine = Scripted(two_hops)
-    task = tasks.SearchQA(engine.args, TOKENIZER, [], [], Search(DOCUMENTS, 1))
-    rollout.Loop(engine, task, False).run([rollout.Rollout(Question("q", "", ["Bo Hale"]), fork, 0)], lambda: None)
+    task = tasks.SearchQA(engine.args, TOKENIZER, Search(DOCUMENTS, 1), [], [])
+    episode = rollout.Rollout(Question("q", "", ["Bo Hale"]), fork, 0, t.turns[1].context_ids)
+    rollout.Loop(engine, task, False).run([episode], lambda: None)
     assert engine.seen[0].ids == t.turns[1].context_ids
     assert (fork.outcome, len(fork.turns), len(t.turns)) == (1.0, 3, 3)
 

@@ -47,7 +47,7 @@ def test_every_line_has_every_key_and_null_where_nothing_was_measured(log, tmp_p
     first, second = lines(tmp_path)
     assert set(first) == set(second) == set(METRICS)
     assert (first["eval/em"], first["reward/mean"], second["eval/em"]) == (0.5, None, None)
-    assert (second["step"], second["questions"]) == (1, 3)
+    assert (second["step"], second["questions"], second["rollout/trajectories"]) == (1, 3, 12)
 
 
 def test_rollout_metrics_by_hand(log):
@@ -73,6 +73,31 @@ def test_rollout_metrics_by_hand(log):
     assert line["rollout/action_tokens"] == pytest.approx(sum(len(t.action_ids) for t in turns) / len(turns))
 
 
+def test_a_forked_trajectory_counts_where_it_was_sampled_and_not_as_an_episode(log):
+    made, _ = samples.groups(count=2, size=2)
+    for g in made:
+        for trajectory in g.trajectories:
+            trajectory.turns = (trajectory.turns * 3)[:3]
+    whole, forked = made
+    for trajectory in forked.trajectories:
+        trajectory.forked, trajectory.outcome, trajectory.stop = 2, 1.0, "length"
+    whole.trajectories[0].outcome, whole.trajectories[1].outcome = 1.0, 0.0
+    log.rollouts(made, [[[None] * 3] * 2, [[None, None, 0.5], [None, None, -0.5]]])
+    line = log.write(1, 2)
+    assert (line["reward/mean"], line["reward/all_right"], line["rollout/turns"]) == (0.5, 0, 3)
+    assert (line["rollout/stop_length"], line["credit/zero_frac"], line["credit/adv_abs"]) == (0, 0, 0.5)
+    tokens = lambda g, start: sum(len(t.action_ids) for tr in g.trajectories for t in tr.turns[start:])  # noqa: E731
+    assert (line["rollout/trajectories"], line["rollout/sampled_tokens"]) == (4, tokens(whole, 0) + tokens(forked, 2))
+
+
+def test_what_was_not_measured_in_a_step_keeps_its_key(log):
+    log.mean("credit/revived", None)
+    assert log.write(1, 1)["credit/revived"] is None
+    log.mean("credit/revived", None)
+    log.mean("credit/revived", 1.0)
+    assert log.write(2, 1)["credit/revived"] == 1.0
+
+
 def test_loss_metrics_are_averaged_over_tokens_and_not_over_micro_batches(log):
     import torch
 
@@ -90,7 +115,7 @@ def test_loss_metrics_are_averaged_over_tokens_and_not_over_micro_batches(log):
             micro.extra["entropy"],
             {"policy": (micro.weight * micro.extra["entropy"]).sum()},
         )
-    log.optim({"grad_norm": 1.0, "skipped": 0.0})
+    log.optim({"grad_norm": 1.0, "skipped": 0.0, "updates": 1.0})
     line = log.write(1, 3)
     mean = float(entropy[batch.mask].mean())
     assert line["policy/entropy"] == pytest.approx(mean, rel=1e-5)
@@ -253,11 +278,11 @@ def test_a_disk_that_takes_nothing_ends_the_wait_after_patience(tmp_path, monkey
 def test_what_is_not_finite_is_null_and_the_line_is_valid_json(log, tmp_path):
     log.mean("policy/entropy", float("nan"))
     log.peak("policy/sampler_maxdiff", float("nan"))
-    log.optim({"grad_norm": float("inf"), "lr": 1e-3, "skipped": 1.0})
+    log.optim({"grad_norm": float("inf"), "lr": 1e-3, "skipped": 1.0, "updates": 0.0})
     log.write(1, 1)
     (line,) = lines(tmp_path)
     assert (line["policy/entropy"], line["policy/sampler_maxdiff"], line["optim/grad_norm"]) == (None, None, None)
-    assert (line["optim/skipped"], line["optim/updates"], line["optim/lr"]) == (1, 1, 1e-3)
+    assert (line["optim/skipped"], line["optim/updates"], line["optim/lr"]) == (1, 0, 1e-3)
     assert (
         "NaN" not in (tmp_path / "metrics.jsonl").read_text()
         and "Infinity" not in (tmp_path / "metrics.jsonl").read_text()

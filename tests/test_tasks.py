@@ -20,7 +20,7 @@ DOCUMENTS = [
 def task():
     args = train_grpo.Args(max_observation_tokens=60)
     questions = [Question(str(i), f"Who leads firm {i}?", ["Bo Hale"]) for i in range(10)]
-    return tasks.SearchQA(args, models.tokenizer(), questions[:7], questions[7:], Search(DOCUMENTS, 2))
+    return tasks.SearchQA(args, models.tokenizer(), Search(DOCUMENTS, 2), questions[:7], questions[7:])
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def task():
     ],
 )
 def test_the_first_complete_action_counts(task, text, tool, inner):
-    assert task.parse(text) == tasks.Action(tool, inner)
+    assert task.parse(text) == protocol.Action(tool, inner)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,34 @@ def test_scores_after_normalisation(answer, golds, em, f1):
     assert scores.f1(answer, golds) == pytest.approx(f1)
 
 
+class Sums(tasks.Task):
+    """A family that computes."""
+
+    def score(self, answer, question):
+        return float(answer in question.golds), {"letters": len(answer or "")}
+
+
+class Noting:
+    """A Python that runs nothing and notes what it is given."""
+
+    name, fingerprint = "python", "noting"
+
+    def __call__(self, text, earlier=()):
+        return f"{text} after {list(earlier)}"
+
+
+def test_a_family_says_what_counts_and_its_tool_what_is_described(task):
+    made = Sums(train_grpo.Args(), task.tokenizer, Noting(), task.train, task.held_out)
+    assert made.decode(made.prompt_ids(task.train[0])) == protocol.PYTHON_INSTRUCTION + "Question: Who leads firm 0?\n"
+    assert made.run_tool("python", "x", ["x = 1"]) == "x after ['x = 1']"
+    ended = Trajectory(answer="Bo Hale", info={"own": 1.0})
+    made.finish(ended, task.train[0])
+    assert (ended.outcome, ended.info) == (1.0, {"own": 1.0, "letters": 7}) and "</python>" in made.stop
+    assert made.fingerprint != task.fingerprint and not made.keeps_time
+    with pytest.raises(SystemExit, match="--shots 1: this task has 0 worked examples"):
+        Sums(train_grpo.Args(shots=1), task.tokenizer, Noting(), [], [])
+
+
 def test_finish_scores_the_model_s_answer_only(task):
     right, none = Trajectory(answer="bo hale"), Trajectory()
     for t in (right, none):
@@ -70,15 +98,17 @@ def test_finish_scores_the_model_s_answer_only(task):
 
 
 def test_an_observation_is_cut_to_its_limit_and_keeps_the_closing_tag(task):
-    whole = task.run_tool("search", "Ada Cole")
-    ids = task.observation_ids(whole)
+    whole = task.run_tool("search", "Ada Cole", [])
+    shown, ids = task.observation(whole, "search")
     assert len(ids) == 60
     text = task.decode(ids)
     assert text.startswith("\n<information> Doc 1 (Title: Ada Cole) Ada Cole works") and text.endswith(
         " </information>\n"
     )
-    short = task.decode(task.observation_ids("Nothing found."))
-    assert short == "\n<information> Nothing found. </information>\n"
+    assert whole.startswith(shown) and len(shown) < len(whole)  # what the model never saw must not count as found
+    assert text == f"\n<information> {shown} </information>\n"
+    shown, ids = task.observation("Nothing found.", None)
+    assert (shown, task.decode(ids)) == ("Nothing found.", "\n<information> Nothing found. </information>\n")
 
 
 def test_prompt_is_plain_text_without_a_template_and_templated_with_one(task):
@@ -88,7 +118,7 @@ def test_prompt_is_plain_text_without_a_template_and_templated_with_one(task):
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
     for template, templated in (("auto", True), ("on", True), ("off", False)):
         args = train_grpo.Args(template=template)
-        made = tasks.SearchQA(args, tokenizer, task.train, task.held_out, task.search)
+        made = tasks.SearchQA(args, tokenizer, task.tool, task.train, task.held_out)
         ids = made.prompt_ids(task.train[0])
         assert isinstance(ids, list) and isinstance(ids[0], int)
         assert made.decode(ids).startswith("[system] ") == templated
@@ -97,7 +127,7 @@ def test_prompt_is_plain_text_without_a_template_and_templated_with_one(task):
 
 def test_shots_stand_before_the_question_in_the_same_form_as_a_rollout(task):
     args = train_grpo.Args(shots=2)
-    made = tasks.SearchQA(args, models.tokenizer(), task.train, task.held_out, task.search)
+    made = tasks.SearchQA(args, models.tokenizer(), task.tool, task.train, task.held_out)
     text = made.decode(made.prompt_ids(task.train[0]))
     assert text.count("<search>") == 1 + 4 and text.count("<answer>") == 1 + 2
     assert "\n<information> Doc 1 (Title: Rosa Pike) Rosa Pike is a painter." in text
@@ -266,19 +296,19 @@ def test_a_task_without_its_files_is_refused_with_a_way_out(files, tmp_path, mak
 
 def test_a_retriever_is_searched_in_place_of_a_corpus(files, make_args, monkeypatch):
     class Server:
-        keeps_time = True
+        name, keeps_time = "search", True
 
         def __init__(self, address, topk, timeout):
             self.given = address, topk, timeout
 
-        def __call__(self, query):
+        def __call__(self, query, earlier):
             return f"found {query}"
 
     monkeypatch.setattr(tasks, "Retriever", Server)
     for name in (files[0], "tiny_search"):
         task = tasks.load(make_args(task=name, retriever="http://127.0.0.1:1/retrieve", topk=4, tool_timeout=5.0))
-        assert task.search.given == ("http://127.0.0.1:1/retrieve", 4, 5.0)
-        assert task.run_tool("search", "Bo") == "found Bo" and task.keeps_time
+        assert task.tool.given == ("http://127.0.0.1:1/retrieve", 4, 5.0)
+        assert task.run_tool("search", "Bo", []) == "found Bo" and task.keeps_time
     assert not tasks.load(make_args(task=files[0], corpus=files[1])).keeps_time
 
 

@@ -78,7 +78,7 @@ def test_a_name_is_read_and_written_as_the_same_tokens(world, tokenizer):
 
 
 def test_the_tokenizer_loads_as_it_was_made_and_round_trips(world, tokenizer):
-    made = tiny._tokenizer(tiny._names()["pretraining"])
+    made = tiny._tokenizer()
     documents, _, held_out = world
     for text in [d["text"] for d in documents] + [protocol.INSTRUCTION + q["question"] for q in held_out]:
         ids = tokenizer.encode(text)

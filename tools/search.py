@@ -12,6 +12,7 @@ import hashlib
 import ipaddress
 import json
 import queue
+import re
 import shutil
 import threading
 import time
@@ -35,6 +36,11 @@ def as_text(documents):
     lines = [f"Doc {i} (Title: {d['title']}) {d['text']}" for i, d in enumerate(documents, 1)]
     text = "\n".join(" ".join(line.split()) for line in lines) or "Nothing found."
     return text.encode("utf-8", "replace").decode()  # JSON can hold half a surrogate pair, and no tokenizer takes that
+
+
+def documents_in(text):
+    """Titles and texts out of what as_text made, without the words it puts around them: an answer such as "1" must not be found in these."""
+    return re.sub(r"^Doc \d+ \(Title: |^Nothing found\.$", "", text, flags=re.MULTILINE)
 
 
 # ---- BM25
@@ -83,6 +89,8 @@ def _checked(item):
 class Search:
     """The `topk` best documents of a corpus (a path, or a list of documents) for a query, as the text between the information tags."""
 
+    name = "search"
+
     def __init__(self, corpus, topk):
         import bm25s
         import Stemmer
@@ -118,7 +126,8 @@ class Search:
         places, scores = self.index.retrieve(tokens, k=self.topk, show_progress=False, n_threads=0)
         return [self.documents[i] for i, score in zip(places[0], scores[0]) if score > 0]
 
-    def __call__(self, query):
+    def __call__(self, query, earlier=()):
+        """earlier calls do not matter: a search depends on its query alone."""
         return as_text(self.find(query))
 
 
@@ -146,6 +155,7 @@ class Retriever:
     answers others is a RuntimeError. The constructor ends the program with a sentence when the server is not usable.
     """
 
+    name = "search"
     keeps_time = True  # a limit around a call would give it up while it waits for the server to come back
 
     def __init__(self, address, topk, timeout, patience=PATIENCE):
@@ -161,7 +171,8 @@ class Retriever:
         self.said, self.lost = False, ""  # whether it was told; why all is over
         self.probe()
 
-    def __call__(self, query):
+    def __call__(self, query, earlier=()):
+        """earlier calls do not matter: a search depends on its query alone."""
         if not query.strip():
             return as_text([])  # as Search does; some servers fail over it
         answer = Future()

@@ -1,0 +1,203 @@
+"""Answers compared by value."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import commands
+import pytest
+
+from common import verify
+
+NUMBERS = [  # answer, gold, whether it is right
+    ("7", "7", True),
+    ("7", "-7", False),
+    ("+7", "7", True),
+    ("007", "7", True),
+    ("7.0", "7", True),
+    ("7.50", "7.5", True),
+    (".5", "0.5", True),
+    ("5.", "5", True),
+    ("\u22127", "-7", True),  # the Unicode minus
+    ("- 7", "-7", True),
+    ("1,234,567", "1234567", True),
+    ("1,23", "123", False),
+    ("12,34", "1234", False),
+    ("1{,}000", "1000", True),
+    ("1/2", "0.5", True),
+    ("2/4", "1/2", True),
+    ("-1/2", "-0.5", True),
+    ("1/3", "0.333", False),
+    ("0.3333333333", "1/3", False),
+    ("0.1", "0.10000000001", False),
+    ("12345678901234567890", "12345678901234567891", False),
+    ("1 1/2", "1.5", True),
+    ("-1 1/2", "-3/2", True),
+    ("1 000", "1000", False),
+    ("1/0", "1", False),
+    ("1e3", "1000", True),
+    ("2.5E-2", "0.025", True),
+    ("1.5 \\times 10^{3}", "1500", True),
+    ("1.5 × 10^-1", "0.15", True),
+]
+PERCENT = [
+    ("50%", "50", True),
+    ("50\\%", "50%", True),
+    ("50 percent", "50%", True),
+    ("50%", "0.5", True),
+    ("1/2", "50%", True),
+    ("50%", "0.5%", False),
+    ("50%", "5000", False),
+]
+UNITS = [
+    ("12 cm", "12", True),
+    ("12", "12 apples", True),
+    ("12\\text{ cm}", "12 cm", True),
+    ("12 apple", "12 apples", True),
+    ("12 cm", "12 mm", False),
+    ("12\\text{ cm}^2", "12", True),
+    ("12 cm^2", "12 cm", False),
+    ("3 square meters", "3", True),
+    ("$5", "5", True),
+    ("\\$18.90", "18.9", True),
+    ("-$5", "-5", True),
+    ("90^\\circ", "90", True),
+    ("90°", "90^{\\circ}", True),
+    ("12 million", "12", False),
+    ("2 pi", "2", False),
+    ("3 or 4", "3", False),
+]
+DRESSED = [
+    ("\\boxed{42}", "42", True),
+    ("It is \\boxed{1}, no, \\boxed{2}.", "2", True),
+    ("It is \\boxed{1}, no, \\boxed{2}.", "1", False),
+    ("\\boxed{\\frac{1}{2}}", "0.5", True),
+    ("\\boxed{\\frac{\\sqrt{3}}{2}}", "\\sqrt{3}/2", True),
+    ("7", "\\boxed{7}", True),
+    ("$7$", "7", True),
+    ("$$7$$", "7", True),
+    ("\\(7\\)", "7", True),
+    ("\\[ 7 \\]", "7", True),
+    ("7.", "7", True),
+    ("$\\frac12$", "1/2", True),
+    ("\\dfrac{3}{4}", "0.75", True),
+    ("-\\frac{1}{2}", "-0.5", True),
+    ("1\\frac{1}{2}", "3/2", True),
+    ("\\text{yes}", "yes", True),
+]
+FORMULAS = [
+    ("x^2+1", "1+x^2", True),
+    ("x^2+1", "x^2-1", False),
+    ("\\frac{\\sqrt{2}}{2}", "1/\\sqrt{2}", True),
+    ("\\sqrt{4}", "2", True),
+    ("2^{10}", "1024", True),
+    ("\\pi", "3.14", False),
+    ("x=5", "5", True),
+    ("4x", "4", False),
+    ("(1,2)", "(1, 2)", True),
+    ("(1,2)", "(2,1)", False),
+    ("\\{1,2\\}", "\\{2,1\\}", True),
+    ("\\left(3, \\frac{\\pi}{2}\\right)", "(3,\\pi/2)", True),
+    ("The answer is $5$.", "5", True),
+    ("3 or 4", "4", False),
+    ("1 2 3 4 5", "5", False),
+]
+JUNK = [
+    "",
+    " ",
+    None,
+    "abc",
+    "{{{",
+    "\\boxed{",
+    "\\frac",
+    "$",
+    "$$",
+    "%",
+    "\x00",
+    "\ud83d",
+    "9" * 5000,
+    "1e999999999",
+    "\\",
+]
+
+
+@pytest.mark.parametrize("answer, gold, right", NUMBERS + PERCENT + UNITS + DRESSED + FORMULAS)
+def test_answers_are_compared_by_value(answer, gold, right):
+    assert verify.equal(answer, [gold]) is right
+
+
+@pytest.mark.parametrize("answer, gold, right", NUMBERS + PERCENT)
+def test_equality_goes_both_ways(answer, gold, right):
+    assert verify.equal(gold, [answer]) is right
+
+
+@pytest.mark.parametrize("answer", JUNK)
+def test_junk_is_wrong_and_raises_nothing(answer):
+    assert verify.equal(answer, ["1", "x^2"]) is False
+
+
+def test_one_of_several_golds_is_enough():
+    assert verify.equal("0.5", ["3", "x", "1/2"]) and not verify.equal("0.5", ["3", "x"])
+    assert not verify.equal("1", [])
+
+
+def test_a_number_needs_no_worker(monkeypatch):
+    monkeypatch.setattr(verify.WORKER, "ask", None)  # it would raise
+    assert verify.equal("1,000", ["10^3", "1e3"]) and not verify.equal("0.333", ["1/3"])
+    assert verify.equal("x+1", ["x+1"])
+
+
+def test_a_comparison_without_an_end_is_killed_and_the_next_one_works(monkeypatch):
+    assert verify.equal("\\sqrt{9}", ["3"])
+    first = verify.WORKER.process.pid
+    monkeypatch.setattr(verify, "SECONDS", 1.0)
+    started = time.monotonic()
+    assert not verify.equal("10^{10^{10}}", ["3"])
+    assert time.monotonic() - started < 3
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+    monkeypatch.undo()
+    assert verify.equal("\\sqrt{9}", ["3"]) and verify.WORKER.process.pid != first
+
+
+def test_a_worker_that_has_died_is_replaced():
+    assert verify.equal("\\sqrt{9}", ["3"])
+    os.kill(verify.WORKER.process.pid, signal.SIGKILL)
+    verify.WORKER.process.wait()
+    assert verify.equal("\\sqrt{9}", ["3"])
+
+
+def test_without_a_worker_answers_that_are_no_numbers_are_wrong(monkeypatch):
+    monkeypatch.setattr(verify, "WORKER", verify.Worker())
+    monkeypatch.setattr(verify.sys, "executable", "/bin/false")
+    assert not verify.equal("\\sqrt{9}", ["3"]) and verify.equal("3.0", ["3"])
+
+
+def test_threads_get_the_answers_to_their_own_questions():
+    before = threading.active_count()
+    with ThreadPoolExecutor(8) as pool:
+        said = list(pool.map(lambda i: verify.equal(f"\\sqrt{{{i * i}}}", [str(i % 5)]), range(1, 41)))
+    assert said == [i < 5 for i in range(1, 41)]
+    assert threading.active_count() <= before
+
+
+def test_the_worker_dies_with_the_process_that_asked_it():
+    """Even in the middle of a comparison, by its own clock at the latest."""
+    code = (
+        "import threading, time; from common import verify; verify.SECONDS = 60; verify.equal('\\\\sqrt{9}', ['3']);"
+        "threading.Thread(target=verify.equal, args=('10^{10^{10}}', ['3']), daemon=True).start();"
+        "time.sleep(0.5); print(verify.WORKER.process.pid, flush=True); time.sleep(60)"
+    )
+    trainer = subprocess.Popen([sys.executable, "-c", code], cwd=commands.ROOT, stdout=subprocess.PIPE, text=True)
+    worker = int(trainer.stdout.readline())
+    trainer.kill()
+    trainer.wait()
+    trainer.stdout.close()
+    until = time.monotonic() + 2 * verify.SECONDS + 5
+    while os.path.exists(f"/proc/{worker}") and open(f"/proc/{worker}/stat").read().split()[2] != "Z":
+        assert time.monotonic() < until
+        time.sleep(0.2)

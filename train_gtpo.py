@@ -1,0 +1,337 @@
+"""GTPO for language models that use tools over several turns: train_grpo.py, and a return for each turn.
+
+Group turn policy optimisation (GTPO, arXiv:2511.14846) takes each turn for an action of its own. A turn has a reward: the outcome for the
+last one, a penalty for a tool call that cannot be parsed and for a first turn without a call. Returns are discounted, so that a turn
+answers for what follows it, and are compared with those of the same turn in the group's other trajectories. A trajectory that fails gets
+partial credit for how much its code resembles that of the group's correct ones: self-supervised reward shaping.
+
+    python train_gtpo.py --model tiny-math                           # a laptop without a GPU, minutes
+    torchrun --nproc_per_node 8 train_gtpo.py --model Qwen2.5-7B --task problems.jsonl --task_kind math
+
+Diff it against train_grpo.py. Overrides: imports, collect, compute_advantages.
+
+What the public sources of the paper leave open, and what stands here (docs/gtpo.md says why):
+  1. What a return is compared with: the same turn of the group's other trajectories (--norm_set turn_index).
+  2. Ratio, clip and KL: those of train_grpo.py.
+Departures from the paper: those of train_grpo.py (its DEPARTS 1 to 3), and
+  4. Code is compared by TF-IDF of token n-grams, or by a model of your choice (--code_embedder); the paper embeds with a commercial one.
+  5. Where the tool is search, queries are compared in place of code (ours).
+
+Shapes: G trajectories of a group, K turns of a trajectory, T tokens of a batch, laid end to end without padding.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from common import run, similarity
+
+
+@dataclass
+class Args:
+    model: str = "Qwen2.5-3B"
+    """a folder, a hub id, a short name such as Qwen2.5-7B-Instruct, or an embedded model: tiny, smollm2"""
+    adapter: str = ""
+    """start from this LoRA adapter instead of a fresh one; it keeps its own rank and scale"""
+    task: str = ""
+    """tiny_search, tiny_math, reasoning_gym:<name>, or a JSONL file of {"question", "answers"} lines"""
+    task_kind: Literal["search", "math"] = "search"
+    """of a JSONL file: search (with --corpus or --retriever; exact match) or math (with Python; answers compared by value)"""
+    corpus: str = ""
+    """JSONL file of documents {"id", "title", "text"} to search in"""
+    retriever: str = ""
+    """address of a Search-R1 compatible retrieval server to search with instead of a corpus, such as http://127.0.0.1:8000/retrieve"""
+    topk: int = 3
+    """documents a search returns"""
+    limit: int = 0
+    """train on the first so many questions only (0: all)"""
+    shots: int = 0
+    """worked examples in the prompt, at most 2: for models that do not know the tags"""
+    template: Literal["auto", "on", "off"] = "auto"
+    """put the prompt through the tokenizer's chat template (auto: when it has one)"""
+    protocol: Literal["tags", "chat"] = "tags"
+    """how a tool is called: by tags in the text, or as the model's own chat template has it"""
+    context: Literal["full", "strip_think", "window"] = "full"
+    """what of its earlier turns the model sees again: all, all but its thinking, or the last --window turns"""
+    window: int = 2
+    """turns that --context window keeps"""
+    out: str = ""
+    """run directory (default: out/<script>-<model>-<task>-s<seed>)"""
+    resume: bool = False
+    """go on with the run in that directory where it stopped; what is not given here is as it was"""
+    seed: int = 1
+    """of adapter, data order and sampling"""
+    steps: int = 200
+    """rounds of sampling and training"""
+    save_every: int = 50
+    """steps between checkpoints (0: only at the end); an evaluation better than all before it is saved too"""
+    keep: int = 1
+    """checkpoints kept: the last so many (0: all), and always the best by held-out exact match"""
+    eval_every: int = 20
+    """steps between greedy evaluations on held-out questions (0: only before and after)"""
+    eval_questions: int = 200
+    """held-out questions"""
+    questions: int = 64
+    """questions a step, over all ranks"""
+    group: int = 8
+    """trajectories per question"""
+    max_turns: int = 5
+    """generations per trajectory; the last one runs no tool"""
+    max_turn_tokens: int = 512
+    """tokens per generation"""
+    max_observation_tokens: int = 512
+    """tokens per tool output, its tags included"""
+    max_context: int = 4096
+    """tokens of context and generation together; a trajectory that reaches it ends"""
+    temperature: float = 1.0
+    """of sampling; log-probabilities are taken at the same temperature"""
+    tool_workers: int = 16
+    """tool calls at once (0: one after the other, without a time limit)"""
+    tool_timeout: float = 30.0
+    """seconds until a tool call is given up"""
+    unsafe_python: bool = False
+    """run the model's Python where no sandbox works; limits on time, memory and output remain"""
+    lr: float = 1e-5
+    """learning rate of the LoRA weights (ours; the papers' 1e-6 is for full fine-tuning)"""
+    optim: Literal["adamw", "adamw_8bit"] = "adamw"
+    """optimizer"""
+    grad_clip: float = 1.0
+    """largest gradient norm, over all ranks (0: no limit)"""
+    epochs: int = 1
+    """passes over the samples of a phase"""
+    minibatches: int = 1
+    """optimizer steps per pass"""
+    micro_tokens: int = 4096
+    """tokens per forward pass: a memory knob that cannot change a gradient"""
+    grad_checkpoint: bool = False
+    """recompute activations in the backward pass: less memory, more time"""
+    lora_rank: int = 32
+    """rank of the adapter"""
+    lora_alpha: float = 64
+    """scale of the adapter, divided by its rank"""
+    load_4bit: bool = False
+    """NF4 base (bitsandbytes) in trainer and engine"""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """of the base (auto: bfloat16 on a GPU, float32 on a CPU)"""
+    sleep: Literal["full", "kv", "none"] = "full"
+    """while training the engine parks its weights and frees its KV pages (full), frees the pages (kv), or keeps all (none)"""
+    gpu_memory: float = 0.5
+    """share of a GPU's memory for the engine while it is awake"""
+    wandb: bool = False
+    """mirror metrics to Weights & Biases"""
+    tensorboard: bool = False
+    """mirror metrics to TensorBoard files in the run directory"""
+    clip_low: float = 0.2
+    """the ratio is clipped below 1 - clip_low"""
+    clip_high: float = 0.2
+    """the ratio is clipped above 1 + clip_high (DAPO: 0.28)"""
+    ratio: Literal["token", "turn", "sequence"] = "token"
+    """importance ratio of each token, or the geometric mean over its turn or trajectory (GSPO)"""
+    average: Literal["token", "turn", "trajectory", "constant"] = "token"
+    """how token losses are averaged (constant: sums divided by the longest trajectory possible, Dr. GRPO)"""
+    adv_std: bool = True
+    """divide advantages by the group's standard deviation"""
+    kl_coef: float = 0.0
+    """weight of the KL to the reference, the base without adapter"""
+    kl: Literal["k1", "k2", "k3"] = "k3"
+    """estimator of that KL; in the loss k1 only measures: its gradient is zero on average"""
+    tis_cap: float = 2.0
+    """largest weight by the ratio of trainer to engine (0: no weight)"""
+    # ---- algorithm
+    gamma: float = 0.9
+    """discount per turn (the paper's best)"""
+    format_penalty: float = 0.1
+    """taken from a turn whose tool call is invalid, and from a first turn without a call (paper: 0.1)"""
+    shaping: float = 0.5
+    """partial credit of a failed trajectory whose code equals that of the correct ones (paper: 0.5; 0: none)"""
+    code_embedder: str = ""
+    """model that embeds code for its similarity, a folder or hub id (default: no model, TF-IDF of token n-grams)"""
+    norm_set: Literal["turn_index", "pooled", "padded"] = "turn_index"
+    """what a turn is compared with: the same turn of the others, all turns, or the same turn with 0 for those that had ended"""
+
+    def __post_init__(self):
+        if self.code_embedder:  # at start-up: a name that is wrong must not cost a rollout
+            similarity.load_embedder(self.code_embedder)
+
+
+def collect(engine, task, args):
+    """Yield the groups; info["similarity"] is how alike the code of all turns is to that of the correct trajectories, 0 to 1.  sec. 3.4"""
+    groups = engine.rollout(task, task.take(args.questions), args.group, progress="rollouts")
+    for group in groups:
+        code_G = ["\n".join(turn.tool_input for turn in t.turns if turn.tool) for t in group.trajectories]  # DEPARTS 5
+        right = [g for g, t in enumerate(group.trajectories) if t.outcome > 0]
+        if 0 < len(right) < len(code_G):
+            for t, alike in zip(group.trajectories, similarity.cosines(code_G, args.code_embedder)[:, right].mean(1)):
+                t.info["similarity"] = float(alike)  # DEPARTS 4
+    yield groups
+
+
+def normalise(values, std):
+    """Standard scores (ddof 1, as Search-R1), or differences from the mean; zeros where there is nothing to compare."""
+    mean = sum(values) / len(values)
+    centered = [v - mean for v in values]
+    if len(values) < 2 or max(values) == min(values):
+        return [0.0] * len(values)
+    if not std:
+        return centered
+    deviation = (sum(c * c for c in centered) / (len(values) - 1)) ** 0.5
+    return [c / (deviation + 1e-6) for c in centered]
+
+
+def normalise_turns(values_GK, norm_set, std):
+    """One number per turn as standard scores over the group's same turns (padded: 0 for those that had ended), or pooled over all."""
+    standard_GK = [[0.0] * len(values_K) for values_K in values_GK]
+    places = [(g, k) for g, values_K in enumerate(values_GK) for k in range(len(values_K))]
+    longest = max(map(len, values_GK))
+    sets = [places] if norm_set == "pooled" else [[place for place in places if place[1] == k] for k in range(longest)]
+    for chosen in filter(None, sets):
+        ended = [0.0] * (len(values_GK) - len(chosen)) if norm_set == "padded" else []
+        standard = normalise([values_GK[g][k] for g, k in chosen] + ended, std)
+        for (g, k), value in zip(chosen, standard):
+            standard_GK[g][k] = value
+    return standard_GK
+
+
+def turn_rewards(trajectory, args):
+    """One reward per turn: penalties, and in the last turn the outcome or partial credit.  GTPO sec. 3.3, 3.4"""
+    reward_K = [
+        -args.format_penalty if turn.tool_status == "invalid" or (k == 0 and turn.tool is None) else 0.0
+        for k, turn in enumerate(trajectory.turns)  # a call that fails or times out is not invalid
+    ]
+    if reward_K:  # the similarity is a mean already: it is not divided by the number of correct trajectories again
+        reward_K[-1] += trajectory.outcome or args.shaping * trajectory.info.get("similarity", 0.0)
+    return reward_K
+
+
+def compute_advantages(group, args):
+    """adv_GK: discounted returns of turn rewards, normalised over the group.  GTPO sec. 3"""
+    return_GK = [turn_rewards(t, args) for t in group.trajectories]
+    for return_K in return_GK:
+        for k in reversed(range(len(return_K) - 1)):
+            return_K[k] += args.gamma * return_K[k + 1]
+    invalid = [turn.tool_status == "invalid" for t in group.trajectories for turn in t.turns]
+    alike = [t.info["similarity"] for t in group.trajectories if t.outcome <= 0 and "similarity" in t.info]
+    stats = {
+        "invalid": sum(invalid) / max(len(invalid), 1),
+        "similarity": sum(alike) / len(alike) if alike else None,
+        "similarity_range": max(alike) - min(alike) if alike else None,
+    }
+    return normalise_turns(return_GK, args.norm_set, args.adv_std), stats
+
+
+def prepare(batch, policy, args):
+    """Fill batch.old where the policy moves within a phase, and batch.ref where there is a KL term; before any update."""
+    if args.epochs * args.minibatches > 1:
+        batch.old = policy.logps(batch, grad=False)
+    if args.kl_coef:  # DEPARTS 1
+        batch.ref = policy.logps(batch, adapter=False, grad=False)
+
+
+def token_weights(batch, total, args):
+    """weight (T,) of each trained token in the loss of one optimizer step; total(x) sums a number over ranks.
+
+    Fixed before the step is split into micro-batches. Tokens without signal (advantage 0) stay in the denominator.
+    """
+    mask = batch.mask.float()
+    if args.average == "token":  # DEPARTS 2
+        return mask / max(total(mask.sum()), 1)
+    if args.average == "constant":
+        longest = args.max_turns * args.max_turn_tokens
+        return mask / max(total((mask / batch.trained_in("trajectory").clamp(min=1)).sum()) * longest, 1)
+    share = mask / batch.trained_in(args.average).clamp(min=1)  # sums to 1 in each turn or trajectory
+    return share / max(total(share.sum()), 1)
+
+
+def policy_loss(logp, batch, args):
+    """Clipped surrogate, eq. (3), plus KL to the reference, eq. (4). Returns the weighted sum over tokens, and sums to log."""
+    old = logp.detach() if batch.old is None else batch.old
+    log_ratio = (logp - old) * batch.mask
+    if args.ratio != "token":
+        log_ratio = batch.mean_by(log_ratio, {"sequence": "trajectory"}.get(args.ratio, args.ratio))
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)
+    loss = -(ratio * batch.adv).minimum(clipped * batch.adv)  # eq. (3)
+    if args.tis_cap:  # DEPARTS 3
+        tis = ((old - batch.sampler) * batch.mask).exp()
+        loss = loss * tis.clamp(max=args.tis_cap)
+    policy = (batch.weight * loss).sum()
+    stats = {
+        "policy": policy,
+        "clip_frac": (batch.weight * (ratio * batch.adv > clipped * batch.adv)).sum(),
+    }
+    if args.kl_coef:
+        gap = (batch.ref - logp) * batch.mask
+        kl = {"k1": -gap, "k2": gap.square() / 2, "k3": gap.exp() - gap - 1}[args.kl]  # k3: eq. (4)
+        stats["kl_ref"] = (batch.weight * kl).sum()
+        policy = policy + args.kl_coef * stats["kl_ref"]
+    return policy, stats
+
+
+def evaluate(engine, task, args, log, step):
+    """One greedy trajectory for each held-out question, shared out over ranks."""
+    with log.timed("evaluate"):
+        held_out = task.held_out[run.rank() :: run.world_size()]
+        groups = engine.rollout(task, held_out, 1, greedy=True, progress="evaluation")
+    log.evaluation(groups)
+    log.samples(step, "eval", groups)
+
+
+def main(args):
+    from common import checkpoint, show, tasks, turns  # here and not above: --help answers without torch
+    from common.log import Log
+    from common.policy import Policy
+    from common.rollout import Engine
+
+    # ---- 1. setup
+    task = tasks.load(args)
+    device = run.setup(args, __file__)
+    policy = Policy(args, device)
+    log = Log(args)
+    saver = checkpoint.Saver(args, policy, task, log)  # --resume: all is as it was, before the engine takes the adapter
+    engine = Engine(policy, args)
+    engine.self_test(policy)
+    if saver.done is None:
+        evaluate(engine, task, args, log, step=0)
+        saver.save(log.write(0, task.position))
+    for step in saver.steps():
+        # ---- 2. rollout
+        engine.begin(step)
+        phases = collect(engine, task, args)
+        while True:
+            with log.timed("rollout"):
+                groups = next(phases, None)
+            if groups is None:
+                break
+            engine.sleep()
+            # ---- 3. credit
+            advantages = []
+            for group in groups:
+                adv_GK, stats = compute_advantages(group, args)
+                advantages.append(adv_GK)
+                for key, value in stats.items():
+                    log.mean(f"credit/{key}", value)
+            log.rollouts(groups, advantages)
+            log.samples(step, "train", groups, advantages)
+            # ---- 4. update
+            with log.timed("update"):
+                batch = turns.pack(groups, advantages)
+                prepare(batch, policy, args)
+                for _ in range(args.epochs):
+                    for minibatch in batch.minibatches(args.minibatches, args.questions):
+                        minibatch.weight = token_weights(minibatch, run.total, args)
+                        for micro in minibatch.micro(args.micro_tokens):
+                            logp, entropy, _ = policy.logps(micro, moments=True)
+                            loss, stats = policy_loss(logp, micro, args)
+                            loss.backward()
+                            log.losses(micro, logp, entropy, stats)
+                        log.optim(policy.step(batch.lr_scale))
+                engine.publish(policy)
+        # ---- 5. evaluate, log, save
+        if step == args.steps or (args.eval_every and step % args.eval_every == 0):
+            evaluate(engine, task, args, log, step)
+        saver.save(log.write(step, task.position))
+    if run.rank() == 0:
+        show.summary(run.directory(args), policy.tokenizer)
+
+
+if __name__ == "__main__":
+    run.launch(main, run.parse(Args))
