@@ -147,6 +147,8 @@ class Tags:
         # From the last opening tag before the closing one: a tag that is only mentioned must not begin the query.
         found = re.search(rf"<({self.tool}|answer)>((?:(?!<\1>).)*?)</\1>", text, re.DOTALL)
         if found and found[1] == "answer":
+            if self.tool == "python" and "<python>" in text[: found.start()]:  # an answer that code would have printed
+                return None
             return Action(None, found[2].strip())
         return found and Action(self.tool, cleaned(self.tool, found[2]))
 
@@ -375,7 +377,7 @@ def cleaned(tool, text):
     """The input of a call. Code may stand in a Markdown fence, or be indented as a whole."""
     if tool != "python":
         return text.strip()
-    fenced = re.fullmatch(r"\s*```[\w+-]*[ \t]*\n(.*?)(?:```)?\s*", text, re.DOTALL)
+    fenced = re.search(r"^\s*```[\w+-]*[ \t]*\n(.*?)(?:```|\Z)", text, re.DOTALL | re.MULTILINE)
     if not fenced and not re.match(
         r"[ \t]*\n", text
     ):  # it begins beside its tag: the first line does not tell its indentation

@@ -393,7 +393,7 @@ class Loop:
         if len(output) > LONGEST_OUTPUT:
             output = f"{output[:LONGEST_OUTPUT]} [cut: {len(output)} characters]"
         turn.tool_status = status
-        turn.tool_output, turn.observation_ids = self.task.observation(output, turn.tool)
+        turn.tool_output, turn.observation_ids = self.task.observation(output, turn)
         rollout.context = self.task.next_context(rollout.trajectory.turns)
 
     def _watch(self, heard, events):

@@ -9,8 +9,11 @@ import functools
 import hashlib
 import heapq
 import importlib.util
+import inspect
 import json
 import random
+import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +28,7 @@ from tools.search import Retriever, Search
 TEST = 500  # questions of a file that are kept for eval.py
 GYM = "reasoning_gym:"  # how --task names a data set of that package
 GYM_TRAIN = 2000  # questions made of it to train on
+RUNS_ANSWERS = re.compile(r"\b(eval|exec|parse_expr|sympify|simplify|parse_latex)\(")  # in the source of a scorer
 KINDS = (
     "tiny_search or tiny_math (embedded, nothing to download), reasoning_gym:<name> (made by that package), or a file "
     'questions.jsonl of {"question", "answers"} lines, together with --corpus documents.jsonl or --retriever '
@@ -102,26 +106,26 @@ class Task:
         """What the tool answers. earlier: the inputs of this trajectory's earlier calls that ran."""
         return self.tool(text, earlier)
 
-    def observation(self, output, tool):
-        """(text as the model is shown it, ids) of what a tool answered; tool None: of the invalid message."""
-        return self.protocol.observation(output, tool)
+    def observation(self, output, turn):
+        """(text as the model is shown it, ids) of what the turn's tool answered; of the invalid message where it called none.
+
+        Where the action has its end token already, the ids go on after it.
+        """
+        shown, ids = self.protocol.observation(output, turn.tool)
+        ended = turn.action_ids[-1:]
+        doubled = ids and ended and ids[0] in self.stop_ids and ended[0] in self.stop_ids
+        return shown, ids[1:] if doubled else ids
 
     def next_context(self, turns):
         """Ids of the context of the turn that follows the last of `turns`, by --context."""
         if self.context == "window":
             kept = turns[-self.window :]
-            return turns[0].context_ids + [i for turn in kept for i in turn.action_ids + self._heard(turn)]
+            return turns[0].context_ids + [i for turn in kept for i in turn.action_ids + turn.observation_ids]
         last = turns[-1]
         context, action = last.context_ids, last.action_ids
         if self.context == "strip_think":
             context, action = protocol.without_thinking(context, action, self.decode)
-        return context + action + self._heard(last)
-
-    def _heard(self, turn):
-        """Ids that follow an action: its observation, without a second end token where the action has one already."""
-        heard, ended = turn.observation_ids, turn.action_ids[-1:]
-        doubled = heard and ended and heard[0] in self.stop_ids and ended[0] in self.stop_ids
-        return heard[1:] if doubled else heard
+        return context + action + last.observation_ids
 
     def finish(self, trajectory, question):
         """Score a trajectory that has ended."""
@@ -156,13 +160,16 @@ class GymQA(MathQA):
         self.score_answer = score_answer
 
     def score(self, answer, question):
-        with contextlib.suppress(Exception):  # some scorers raise on an answer that makes no sense
+        with contextlib.suppress(Exception, SystemExit):  # some scorers raise on an answer that makes no sense
             return float(answer is not None and self.score_answer(answer, question.info["entry"]) == 1.0), {}
         return 0.0, {}
 
 
-def read_question(line, number):
-    """A Question of one line (bytes) of a file; its number becomes info["line"]. Raises ValueError saying what is wrong with it."""
+def read_question(line, number, normal=normalise):
+    """A Question of one line (bytes) of a file; its number becomes info["line"]. Raises ValueError saying what is wrong with it.
+
+    normal: the form in which some gold must not be empty.
+    """
     try:
         item = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -181,14 +188,14 @@ def read_question(line, number):
         raise ValueError("question must be a string that is not empty")
     if not isinstance(golds, list) or not golds or not all(isinstance(gold, str) and gold.strip() for gold in golds):
         raise ValueError("answers must be a list of strings that are not empty")
-    if not any(map(normalise, golds)):  # one alias may be, such as "the"
+    if not any(map(normal, golds)):  # one alias may be, such as "the"
         raise ValueError("no answer is left after normalisation")
     if any("\ud800" <= c <= "\udfff" for c in "".join((text, *golds))):
         raise ValueError("question and answers must be valid Unicode: half of a surrogate pair cannot be encoded")
     return Question(f"line-{number}" if name is None else str(name), text, golds, info={"line": number})
 
 
-def read_questions(path):
+def read_questions(path, normal=normalise):
     """Questions of a JSONL file of {"question", "answers"[, "id"]}. Raises SystemExit naming file and line of the first bad one."""
     questions, seen = [], {}  # id -> line
     try:
@@ -200,7 +207,7 @@ def read_questions(path):
             if not line.strip(b"\xef\xbb\xbf \t\r\n"):
                 continue
             try:
-                question = read_question(line, number)
+                question = read_question(line, number, normal)
                 if question.id in seen:
                     raise ValueError(f"id {question.id} occurs twice: in line {seen[question.id]} too")
             except ValueError as error:
@@ -261,7 +268,7 @@ def math_task(args, whole):
     else:
         if not importlib.util.find_spec("math_verify"):
             raise SystemExit("--task_kind math: math-verify is not installed: make setup")
-        questions = read_questions(args.task)
+        questions = read_questions(args.task, normal=words)
         parts = ([], [], questions) if whole else split(questions, args.eval_questions, key=words)
     return family, Python(args.tool_timeout, args.unsafe_python), *parts
 
@@ -279,6 +286,11 @@ def gym_questions(args):
     if name not in DATASETS:
         close = difflib.get_close_matches(name, DATASETS, n=5, cutoff=0.4) or sorted(DATASETS)
         raise SystemExit(f"--task {args.task}: reasoning_gym has no such data set. Close: {', '.join(close)}.")
+    scorer = sys.modules[DATASETS[name][0].__module__]
+    if RUNS_ANSWERS.search(inspect.getsource(scorer)) and not args.unsafe_python:
+        raise SystemExit(
+            f"--task {args.task}: this data set may run an answer as code to score it, outside any sandbox. --unsafe_python allows it."
+        )
     taken, parts = set(), []
     train = min(GYM_TRAIN, args.limit or GYM_TRAIN)
     for number, (part, count) in enumerate((("test", TEST), ("held_out", args.eval_questions), ("train", train))):

@@ -3,7 +3,8 @@
     numbers      integers, decimals, fractions, mixed and scientific ones, in plain text or LaTeX, are compared exactly: 0.5 is 1/2, and
                  0.333 is not 1/3
     percent      50% is 50, as most golds have it, and it is 0.5; 50% is not 0.5%
-    units        one that only one side has does not matter: 12 cm is 12, but it is not 12 m
+    units        a common one that only one side has does not matter: 12 cm is 12, but it is not 12 m
+    words        any others are compared as they stand: "3 quarters" is not 3
     \\boxed       of several boxed answers the last one counts
 
 math-verify can compute for ever (10^{10^{10}}) and limits its time by signals, which only work in a main thread. So it runs in a
@@ -31,13 +32,18 @@ NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
 VALUE = re.compile(
     rf"(?P<sign>[+-]?)\s*(?:(?P<whole>\d+)\s+)?(?P<top>{NUMBER})(?:\s*/\s*(?P<bottom>{NUMBER}))?"
     r"(?:e(?P<e>[+-]?\d{1,3})|\s*(?:\\times|\\cdot|×|\*)\s*10\^(?P<power>[+-]?\d{1,3}|\{\s*[+-]?\d{1,3}\s*\}))?"
-    r"(?P<unit>\s*%|\s*°|(?:\s+[a-z]{2,}){1,3}(?:\^\{?[23]\}?|[²³])?)?",
+    r"(?P<unit>\s*%|\s*°|(?:\s+[a-z]+(?:\^?\{?[23]\}?|[²³])?){1,3})?",
     re.IGNORECASE,
 )
-# Words after a number that change it, and so are no unit.
-CHANGING = set(
-    "hundred thousand million billion trillion dozen half pi sqrt plus minus times over by squared cubed or and to".split()
+# What may follow a number without changing it (each also with an s). Any other word makes the whole an expression or a sentence.
+UNITS = set(
+    "mm cm dm m km inch inche foot ft feet yard yd mile mi mg g kg gram kilogram ton tonne lb pound oz ounce ml l liter litre gallon cup "
+    "second sec s minute min hour h hr day week month year degree deg celsius fahrenheit radian rad meter metre kilometer kilometre "
+    "centimeter centimetre millimeter millimetre square sq cubic unit dollar cent euro usd eur mph kmh hz volt watt joule newton "
+    "person people student apple book box boxe ball marble coin point game item piece step per".split()
 )
+SENTENCE = re.compile(r"(?<!\\)\b(?!(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|infty|frac|min|max)\b)[a-zA-Z]{2,}\b")
+SUPERSCRIPTS = str.maketrans({c: f"^{n}" for n, c in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")})
 
 
 def equal(answer, golds):
@@ -55,7 +61,15 @@ def equal(answer, golds):
             unsettled.append(gold)
         elif same(value, other):
             return True
-    return bool(unsettled) and WORKER.ask(answer, unsettled)
+    unsettled = [gold for gold in unsettled if formula(gold) and ("=" in gold) == ("=" in answer)]
+    return bool(unsettled) and formula(answer) and WORKER.ask(answer.translate(SUPERSCRIPTS), unsettled)
+
+
+def formula(text):
+    """Whether a text is one formula that can be computed, and not a sentence, several formulas, or a tower of powers."""
+    bare = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\s*\{[^{}]*\}", "", text)
+    towers = len(re.findall(r"\^|\*\*", bare)) > 1 and re.search(r"(?:\^|\*\*)\s*[{(]?[^{}()^*]*(?:\^|\*\*)", bare)
+    return not (towers or SENTENCE.search(bare) or bare.count("$") > 2 or re.search(r"[-+*/^_=]\s*\$?$", bare))
 
 
 def plain(text):
@@ -71,8 +85,14 @@ def plain(text):
                 break
     text = WRAPPED.sub(" ", SPACES.sub(" ", text.replace("{,}", ",").replace("\\!", "")))
     text = text.strip().removesuffix(".").strip()
-    if len(text) > 1 and text[0] == text[-1] == "$":
-        text = text.strip("$")
+    text = text.replace("$$", "$")
+    if text.count("$") == 2:  # one formula, perhaps in a sentence that does not say the contrary
+        before, inner, after = text.split("$")
+        text = text if re.search(r"\b(?:not|no|nor|or|never|neither)\b|n't", before + after) else inner
+    text = re.sub(r"^\\text\s*\{([^{}]*)\}$", r"\1", text.strip())
+    text = re.sub(r"^\\?[a-zA-Z]\w?\s*=(?!=)\s*", "", text)  # x = 5
+    while text[:1] + text[-1:] in ("()", "{}") and VALUE.fullmatch(text[1:-1].strip()):
+        text = text[1:-1].strip()
     return " ".join(text.split())
 
 
@@ -86,7 +106,8 @@ def exact(text):
         return None
     unit = (found["unit"] or "").split()
     top, bottom = (Fraction((found[part] or "1").replace(",", "")) for part in ("top", "bottom"))
-    if bottom == 0 or CHANGING & {word.lower() for word in unit}:
+    known = {word.lower().rstrip("^{}23²³") for word in unit} - {"%", "°"}
+    if bottom == 0 or not all(word in UNITS or word.removesuffix("s") in UNITS for word in known):
         return None
     value = int(found["whole"] or 0) + top / bottom
     value *= Fraction(10) ** int((found["e"] or found["power"] or "0").strip("{ }"))
@@ -180,7 +201,7 @@ def serve():
         with contextlib.suppress(Exception):
             answer, golds = json.loads(line)
             said = found(answer)
-            right = any(verify(found(gold), said, timeout_seconds=None) for gold in golds)
+            right = any(verify(found(gold), said, float_rounding=12, timeout_seconds=None) for gold in golds)
         signal.alarm(0)
         os.write(out, b"1" if right else b"0")
 

@@ -39,7 +39,7 @@ class Echo:
         time.sleep(self.waits.random() * self.longest_wait)
         return f"heard {len(text)} letters of {text[:8]!r}"
 
-    def observation(self, output, tool):
+    def observation(self, output, turn):
         return output, self.tokenizer.encode(f"\n<information> {output} </information>\n")
 
     def next_context(self, turns):

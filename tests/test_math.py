@@ -10,7 +10,7 @@ import scripted
 
 import train_grpo
 from common import models, pretrain, protocol, rollout, run, tasks, tiny_math
-from common.turns import Group, Question, Trajectory
+from common.turns import Group, Question, Trajectory, Turn
 from tools.python import Python
 
 
@@ -103,7 +103,7 @@ def test_the_base_was_pretrained_on_what_the_task_shows_it(tokenizer, make_args)
     ((ids, _),) = pretrain._encode(tokenizer, [trace], [], tiny_math.WORDS.around)
     said = tokenizer.encode(trace[1][0])
     shown = task.run_tool("python", task.parse(trace[1][0]).text, [])
-    _, observed = task.observation(shown, "python")
+    _, observed = task.observation(shown, Turn([1], said, [0.0] * len(said), tool="python"))
     assert shown == "19"
     assert task.prompt_ids(Question("q", question["question"], [])) + said + observed == ids[:-1]
     made = tiny_math._tokenizer()
@@ -245,3 +245,12 @@ def test_an_unknown_data_set_is_answered_with_those_of_a_similar_name(make_args)
         gym(make_args, "chain_sums")
     with pytest.raises(SystemExit, match="nothing to search in"):
         gym(make_args, "chain_sum", corpus="c.jsonl")
+
+
+def test_a_data_set_that_may_run_an_answer_as_code_to_score_it_is_refused_outside_unsafe_mode(make_args):
+    pytest.importorskip("reasoning_gym")
+    for name in ("spiral_matrix", "countdown", "n_queens"):
+        with pytest.raises(SystemExit, match=f"reasoning_gym:{name}: this data set may run an answer as code"):
+            gym(make_args, name, unsafe_python=False)
+    task = gym(make_args, "n_queens", max_turn_tokens=256)
+    assert task.score("exit(3)", task.train[0]) == (0.0, {})  # and does not end the run

@@ -194,6 +194,9 @@ def test_contexts_are_what_the_template_would_write_of_the_whole_conversation(na
     context = "strip_think" if name == "STRIPS" else "full"
     (t,), engine = play(script, tool=found.get, tokenizer=tokenizer, protocol="chat", context=context)
     assert (t.stop, t.outcome, [turn.tool_status for turn in t.turns]) == ("answer", 1.0, ["ok", "ok", None])
+    if context == "full":  # what is recorded is what was appended
+        for before, after in zip(t.turns, t.turns[1:]):
+            assert after.context_ids == before.context_ids + before.action_ids + before.observation_ids
     made = chat(getattr(templates, name), context=context)
     messages = made._first("Who leads the firm of Ada Cole?")
     for k, (query, output) in enumerate(found.items()):

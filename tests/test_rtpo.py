@@ -256,7 +256,7 @@ class Game:
     def run_tool(self, tool, text, earlier):
         return f"heard {text[:5]!r} after {len(earlier)}"
 
-    def observation(self, output, tool):
+    def observation(self, output, turn):
         return output, self.tokenizer.encode(f"\n<information> {output} </information>\n")
 
     def next_context(self, turns):

@@ -7,7 +7,7 @@ import pytest
 
 import train_grpo
 from common import protocol, run, scores, tasks, tiny
-from common.turns import Question, Trajectory
+from common.turns import Question, Trajectory, Turn
 from tools.search import Search, read_corpus
 
 DOCUMENTS = [
@@ -99,7 +99,7 @@ def test_finish_scores_the_model_s_answer_only(task):
 
 def test_an_observation_is_cut_to_its_limit_and_keeps_the_closing_tag(task):
     whole = task.run_tool("search", "Ada Cole", [])
-    shown, ids = task.observation(whole, "search")
+    shown, ids = task.observation(whole, Turn([1], [2], [0.0], tool="search"))
     assert len(ids) == 60
     text = task.decode(ids)
     assert text.startswith("\n<information> Doc 1 (Title: Ada Cole) Ada Cole works") and text.endswith(
@@ -107,7 +107,7 @@ def test_an_observation_is_cut_to_its_limit_and_keeps_the_closing_tag(task):
     )
     assert whole.startswith(shown) and len(shown) < len(whole)  # what the model never saw must not count as found
     assert text == f"\n<information> {shown} </information>\n"
-    shown, ids = task.observation("Nothing found.", None)
+    shown, ids = task.observation("Nothing found.", Turn([1], [2], [0.0]))
     assert (shown, task.decode(ids)) == ("Nothing found.", "\n<information> Nothing found. </information>\n")
 
 

@@ -156,7 +156,7 @@ def test_a_comparison_without_an_end_is_killed_and_the_next_one_works(monkeypatc
     first = verify.WORKER.process.pid
     monkeypatch.setattr(verify, "SECONDS", 1.0)
     started = time.monotonic()
-    assert not verify.equal("10^{10^{10}}", ["3"])
+    assert not verify.equal("999999999!", ["3"])
     assert time.monotonic() - started < 3
     with pytest.raises(ProcessLookupError):
         os.kill(first, 0)
@@ -201,3 +201,44 @@ def test_the_worker_dies_with_the_process_that_asked_it():
     while os.path.exists(f"/proc/{worker}") and open(f"/proc/{worker}/stat").read().split()[2] != "Z":
         assert time.monotonic() < until
         time.sleep(0.2)
+
+
+@pytest.mark.parametrize(
+    "answer, gold",
+    [
+        *[
+            ("5²", "5"),
+            ("2³", "2"),
+            ("4 xy", "4"),
+            ("10 ab", "10"),
+            ("2 alpha", "2"),
+            ("2 thirds", "2"),
+            ("3 quarters", "3"),
+        ],
+        *[
+            ("5 hundredths", "5"),
+            ("3 millions", "3"),
+            ("2 dozens", "2"),
+            ("2 bn", "2"),
+            ("3 factorial", "3"),
+            ("5^", "5"),
+        ],
+        *[("2 root three", "2"), ("7 mod three", "7"), ("10 base two", "10"), ("6 less two", "6"), ("3 is wrong", "3")],
+        *[("on", "no"), ("sey", "yes"), ("ABC", "CAB"), ("$5$ $6$", "6"), ("$4$ or $5$", "5"), ("not $5$", "5")],
+        *[("the answer is not 5", "5"), ("(0.6666667)", "2/3"), ("{0.3333333}", "1/3"), ("3.141593", "\\pi")],
+        *[("x^2=25", "25"), ("x^2=5", "5"), ("2+2=5", "5"), ("10^{10^{10}}", "1"), ("9^{9^{9^{9}}}", "5")],
+    ],
+)
+def test_what_only_looks_like_the_gold_is_wrong(answer, gold):
+    assert not verify.equal(answer, [gold])
+
+
+@pytest.mark.parametrize(
+    "answer, gold",
+    [
+        *[("5²", "25"), ("x = 5", "5"), ("(5)", "5"), ("12 cm^2", "12"), ("12 square cm", "12"), ("3 apples", "3")],
+        *[("$x^2+1$", "1+x^2"), ("\\sin(x)", "\\sin x"), ("x = 2+y", "2+y"), ("A", "A")],
+    ],
+)
+def test_what_only_looks_otherwise_is_right(answer, gold):
+    assert verify.equal(answer, [gold])

