@@ -328,7 +328,10 @@ def header(there, jobs, stale):
         ("commit", commits + (f", **with uncommitted changes** in {', '.join(changed)}" if changed else ", clean")),
         ("machine", "; ".join(dict.fromkeys(f"{r.record['machine']}, {versions}" for r in there))),
         ("command", f"`{newest.record['command']}`, last run finished {newest.record['finished']}"),
-        ("wall time", f"{minutes:.0f} minutes for {len(there)} runs, one after the other"),
+        (
+            "wall time",
+            f"{minutes:.0f} minutes, the sum over {len(there)} runs; by default two are made at a time, with one thread each",
+        ),
     ]
     parts, names = {r.job.part for r in there}, {r.job.name for r in there}
     missing = [job.name for job in jobs if job.part in parts and job.name not in names]
