@@ -106,7 +106,9 @@ class Saver:
     def _restore(self, path):
         state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
         if state.get("data") != getattr(self.task, "fingerprint", None):
-            raise SystemExit(f"--resume: questions or corpus are not those that {self.folder.parent} was begun with.")
+            raise SystemExit(
+                f"--resume: questions, corpus or Python (its kind, --tool_timeout) are not those {self.folder.parent} was begun with."
+            )
         self.done = self.written = state["step"]
         self.best, self.random = state["best"], state["random"]
         self.task.position = state["questions"]

@@ -68,7 +68,7 @@ def _encode(tokenizer, traces, prefix, around):
         ids, own = [], []
         for _, kind in trace:
             piece = next(encoded)
-            if kind == "found":  # as protocol.encode_observation: the outputs are shorter than any sensible limit
+            if kind == "found":  # as protocol.cut_observation: the outputs are shorter than any sensible limit
                 piece = around[0] + piece + around[1]
             ids += piece
             own += [kind == "turn"] * len(piece)

@@ -443,8 +443,3 @@ def cut_observation(tokenizer, text, limit, around):
         body = body[:room]
         text = tokenizer.decode(body)
     return text, head + body + tail
-
-
-def encode_observation(tokenizer, text, limit, around=INFORMATION):
-    """Ids of a tool output between its tags, as cut_observation."""
-    return cut_observation(tokenizer, text, limit, around)[1]

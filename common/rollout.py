@@ -16,6 +16,7 @@ import threading
 import time
 import warnings
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -299,9 +300,19 @@ class Loop:
         timeout = math.inf if getattr(task, "keeps_time", False) else engine.args.tool_timeout
         self.tools = Tools(task, engine.args.tool_workers, timeout)
         self.generating = {}  # request id -> rollout
+        self.scorer = ThreadPoolExecutor(1, "scorer")  # a comparison of two formulas may take seconds
+        self.scores = []
 
     def run(self, rollouts, on_end):
         """Run all to the end; on_end() after each."""
+        try:
+            self._run(rollouts, on_end)
+            for score in self.scores:
+                score.result()
+        finally:
+            self.scorer.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self, rollouts, on_end):
         ready = deque()
         for rollout in rollouts:
             rollout.context = rollout.context or self.task.prompt_ids(rollout.question)
@@ -331,7 +342,7 @@ class Loop:
             room = self.args.max_context - len(rollout.context)
             if room < 1:
                 rollout.trajectory.stop = "context"
-                self.task.finish(rollout.trajectory, rollout.question)
+                self._ended(rollout)
                 ended += 1
                 on_end()
                 continue
@@ -377,7 +388,7 @@ class Loop:
             turn.tool, turn.tool_input = action.tool, action.text
             trajectory.stop = "max_turns" if last else ""
         if trajectory.stop:
-            task.finish(trajectory, rollout.question)
+            self._ended(rollout)
             return True
         if action is None:
             self._observed(rollout, task.invalid_message, "invalid")
@@ -386,6 +397,9 @@ class Loop:
             earlier = [t.tool_input for t in trajectory.calls if t.tool == turn.tool and "lost" not in t.info]
             self.tools.call(rollout, turn.tool, turn.tool_input, earlier)
         return False
+
+    def _ended(self, rollout):
+        self.scores.append(self.scorer.submit(self.task.finish, rollout.trajectory, rollout.question))
 
     def _observed(self, rollout, output, status):
         turn = rollout.trajectory.turns[-1]
@@ -499,9 +513,8 @@ class AdapterStore:
             parent.mkdir(parents=True, exist_ok=True)
             self._remove_dead(parent)
             name = f"turnwise-{os.getuid()}-"
-            fresh = Path(
-                tempfile.mkdtemp(prefix=f".{name}", dir=parent)
-            )  # renamed when locked: nobody takes it for dead
+            # Renamed when locked: nobody takes it for dead.
+            fresh = Path(tempfile.mkdtemp(prefix=f".{name}", dir=parent))
             self.lock = open(fresh / "lock", "w")
             fcntl.flock(self.lock, fcntl.LOCK_EX)
             folder = fresh.rename(parent / fresh.name.removeprefix("."))

@@ -88,7 +88,7 @@ def test_a_number_is_read_and_written_as_the_same_tokens(tokenizer):
         ids = tokenizer.encode(f" {number}")
         for text in (f"<python> {number} + 5 </python>", f"<answer> {number} </answer>"):
             assert tokenizer.encode(text)[1 : 1 + len(ids)] == ids
-        observation = protocol.encode_observation(tokenizer, str(number), 96, tiny_math.WORDS.around)
+        observation = protocol.cut_observation(tokenizer, str(number), 96, tiny_math.WORDS.around)[1]
         assert any(observation[i : i + len(ids)] == ids for i in range(len(observation)))
 
 

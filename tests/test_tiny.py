@@ -70,9 +70,8 @@ def test_a_name_is_read_and_written_as_the_same_tokens(world, tokenizer):
         name = tokenizer.encode(f" {document['title']}")
         for text in (f"<search> {document['title']} </search>", f"<answer> {document['title']} </answer>"):
             assert tokenizer.encode(text)[1:-1][: len(name)] == name
-        observation = protocol.encode_observation(
-            tokenizer, f"Doc 1 (Title: {document['title']}) {document['text']}", 96
-        )
+        found = f"Doc 1 (Title: {document['title']}) {document['text']}"
+        _, observation = protocol.cut_observation(tokenizer, found, 96, protocol.INFORMATION)
         assert any(observation[i : i + len(name)] == name for i in range(len(observation)))
         assert len(observation) < 96  # nothing of a passage is cut
 

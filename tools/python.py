@@ -20,21 +20,21 @@ import struct
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 from pathlib import Path
 
 from common import run
 from tools import Failed
+from tools.python_inside import RAISED, UIDS
 
 KEPT = 20_000  # bytes of a call's output, half from its start and half from its end
 MOST = 2**24  # bytes of output at which a call is ended: reading a flood takes the engine's time
 MONTY_MEMORY = 128 * 2**20  # bytes: little, for a value that is shown passes through the trainer's process
 START = 60.0  # seconds that a server may take to start: it loads numpy and sympy, perhaps over a network
-GRACE = 5.0  # seconds after which a call that its watcher has not ended is given up
+GRACE = 5.0  # seconds after which a call that its server has not ended is given up
 FIRST_UID = 60600  # as root, calls run as one of 256 user ids from here, which belong to nobody by systemd's table; each rank has its own
-UIDS = 32
-RAISED = "101"  # as in python_inside.py
 INSIDE = Path(__file__).with_name("python_inside.py")
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 ADVICE = (
@@ -71,16 +71,22 @@ class Python:
                 break
         else:
             raise SystemExit(f"No sandbox for the model's Python works here ({'; '.join(refused)}). {ADVICE}")
-        # A run that is resumed with another kind of Python would see other answers.
-        self.fingerprint = f"python {self.mode.split()[0]} {sys.version_info.major}.{sys.version_info.minor}"
+        # A run that is resumed with another kind of Python, or another limit, would see other answers.
+        self.fingerprint = (
+            f"python {self.mode.split()[0]} {sys.version_info.major}.{sys.version_info.minor} {timeout:g} s"
+        )
+        modes = run.gather([self.mode])
+        if len(set(modes)) > 1:
+            raise SystemExit(
+                f"The ranks would run the model's Python in different ways, with other answers: {', '.join(modes)}."
+            )
         if run.rank() == 0:
             run.say(f"python: {self.mode}" + "".join(f"; not {reason}" for reason in refused))
 
     def __call__(self, code, earlier=()):
         text, status = self.backend.run(code, list(earlier), self.timeout)
-        text = ADDRESS.sub(
-            " at 0x0", text
-        )  # of objects: another in each process, and a resumed run must see what it saw
+        # Addresses of objects differ between processes, and a resumed run must see what it saw.
+        text = ADDRESS.sub(" at 0x0", text)
         if status == "ok":
             return text or "(no output)"
         raise Failed(text, "timeout" if status == "timeout" else "error", lost=status != "error")
@@ -100,7 +106,8 @@ def _ways(unsafe):
     """(name, function that starts it) of the ways to run code, the best first."""
     if unsafe:
         what = "--unsafe_python: NO SANDBOX, the model's code can do what you can"
-        yield what, lambda: Server(_bare(), _environment())
+        folder = tempfile.mkdtemp(prefix="turnwise-python-")
+        yield what, lambda: Server(_bare(folder), _environment(), folder)
         return
     binaries = _bubblewraps()
     for binary in binaries:
@@ -133,8 +140,8 @@ def _environment():
     return {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **one}
 
 
-def _bare():
-    return [sys.executable, "-s", "-P", str(INSIDE), "unsafe", "", ""]
+def _bare(folder):
+    return [sys.executable, "-s", "-P", str(INSIDE), folder, "", ""]
 
 
 def _bubblewrap(binary):
@@ -167,28 +174,18 @@ def _bubblewrap(binary):
     packages = sysconfig.get_path("purelib") if sys.prefix != sys.base_prefix else ""
     if packages:
         command += ["--ro-bind", packages, "/packages"]
-    command += [
-        "--ro-bind",
-        str(INSIDE),
-        "/inside.py",
-        "--dev",
-        "/dev",
-        "--dir",
-        "/tmp",
-        "--remount-ro",
-        "/dev",
-        "--remount-ro",
-        "/",
-        "--chdir",
-        "/",
-    ]
+    # Not bubblewrap's own --dev: for its terminals it would put the server into a second user namespace, which does not own the
+    # PID namespace that the server has to return to.
+    for device in ("null", "zero", "full", "random", "urandom"):
+        command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+    command += ["--ro-bind", str(INSIDE), "/inside.py", "--dir", "/tmp", "--remount-ro", "/", "--chdir", "/"]
     for name, value in environment.items():
         command += ["--setenv", name, value]
     command += ["--cap-drop", "ALL"]
     for right in ("CAP_SYS_ADMIN", "CAP_SETPCAP", *(("CAP_SETUID", "CAP_SETGID", "CAP_KILL") if root else ())):
         command += ["--cap-add", right]
     first = FIRST_UID + run.local_rank() % 8 * UIDS
-    command += ["--", str(python), "-s", "-P", "/inside.py", "safe", str(first) if root else ""]
+    command += ["--", str(python), "-s", "-P", "/inside.py", "", str(first) if root else ""]
     return [*command, "/packages" if packages else ""]
 
 
@@ -199,8 +196,9 @@ class Server:
     death of the thread that was the parent, and calls come from threads that end.) In a session of its own, it sees no Ctrl-C.
     """
 
-    def __init__(self, command, environment):
-        self.command, self.environment = command, environment
+    def __init__(self, command, environment, folder=None):
+        """folder: where its calls make folders."""
+        self.command, self.environment, self.folder = command, environment, folder
         self.lock, self.process, self.control, self.closed = threading.Lock(), None, None, False
         self._start()
 
@@ -249,6 +247,8 @@ class Server:
     def close(self):
         self.closed = True
         self._stop()
+        if self.folder:  # a server that was killed has left it
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _send(self, handles, seconds):
         message = str(seconds).encode()
@@ -291,7 +291,7 @@ class Server:
 def _ended(text, end, seconds):
     if end == "0":
         return text, "ok"
-    if end == RAISED:
+    if end == str(RAISED):
         return text or "Error", "error"
     status = "died"
     if end == "flood":
@@ -399,4 +399,4 @@ class Monty:
 
 
 def _is_limit(error):
-    return isinstance(error.exception(), TimeoutError) and "limit exceeded" in str(error)
+    return isinstance(error.exception(), TimeoutError) and bool(re.search(r"limit exceeded: \S+ > \S+$", str(error)))

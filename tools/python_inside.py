@@ -1,13 +1,14 @@
 """The part of the Python tool that runs beside the model's code: a server that forks a process for every call.
 
 tools/python.py starts it, inside bubblewrap or, in unsafe mode, on the bare machine. It uses the standard library only, and finds what
-it needs in its arguments. Three processes take part:
+it needs in its arguments. Two processes take part:
 
-    server    forks a watcher for every message on its control socket (standard input), until that is closed
-    watcher   makes the call's private world, and kills all of it when the code has ended, is over time, or nobody waits any more
+    server    makes a world and a runner for every message on its control socket (standard input), until that is closed; kills the
+              world when the code has ended, is over time, or nobody waits any more
     runner    process 1 of that world: limits itself, gives up its rights, and runs the code; it holds nothing but its output
 
-Nothing the code says is ever read by the server or by a watcher: how a call ended is known from the runner's exit alone.
+In unsafe mode there are no worlds: a keeper stands between the two and clears away what the code has left behind. Nothing the code
+says is ever read by the server: how a call ended is known from the runner's exit alone.
 """
 
 import ast
@@ -26,6 +27,7 @@ import socket
 import struct
 import sys
 import tempfile
+import time
 import traceback
 import types
 
@@ -39,9 +41,8 @@ LIMITS = {
     resource.RLIMIT_CORE: 0,
 }
 PROCESSES = 16  # and threads, of a call that has a user id to itself
-SHARED = (
-    256  # else: the system counts all processes of the user (of the sandbox alone since Linux 5.14), and none of root's
-)
+# Else the system counts all processes of the user (of the sandbox alone since Linux 5.14), and none of root's.
+SHARED = 256
 TMP = b"size=16m,nr_inodes=1024,mode=1777"
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID, CLONE_NEWNET = 0x20000, 0x8000000, 0x20000000, 0x40000000
 MS_NOSUID, MS_NODEV = 2, 4
@@ -60,71 +61,125 @@ def must(result):
 # ---- server
 
 
-def serve(safe, uids):
-    """safe: inside bubblewrap. uids: what the calls run as in turn; none where that cannot be changed."""
+def serve(folder, uids):
+    """folder: where calls get folders of their own; none inside bubblewrap. uids: what the calls run as in turn, if any."""
     for name in ("numpy.random", "sympy"):  # slow to load, and every call gets what is loaded here
         with contextlib.suppress(Exception):
             __import__(name)
     gc.collect()
     gc.freeze()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # watchers leave no zombies
-    control = socket.socket(fileno=0)
+    control = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     control.send(b"ready")
-    folders = "" if safe else tempfile.mkdtemp(prefix="turnwise-python-")
-    calls = 0
+    poll, calls, count = select.poll(), {}, 0  # calls: by line and by process, as far as they are still watched
+    poll.register(control, select.POLLIN)
     while True:
-        message, handles, _, _ = socket.recv_fds(control, 64, 2)
-        if not message:  # the trainer has ended
-            shutil.rmtree(folders, ignore_errors=True)
-            return
-        calls += 1
-        with contextlib.suppress(OSError):  # no process to be had: the caller sees its line closed
-            if os.fork() == 0:
+        deadlines = [call.deadline for call in calls.values() if not call.over_time]
+        wait = max(min(deadlines) - time.monotonic(), 0) * 1000 if deadlines else None
+        for handle, _ in poll.poll(
+            wait
+        ):  # the control socket comes first: handles opened for a new call are no old ones
+            if handle in calls:
+                call = calls.pop(handle)
+                poll.unregister(handle)
+                if handle == call.process:
+                    call.end()
+                    if calls.pop(call.line, None):
+                        poll.unregister(call.line)
+                    os.close(call.process)
+                    os.close(call.line)
+                else:  # hung up: nobody waits for the answer
+                    call.kill()
+            elif handle == control.fileno():
+                message, handles, _, _ = socket.recv_fds(control, 64, 2)
+                if not message:  # the trainer has ended
+                    shutil.rmtree(folder, ignore_errors=True)
+                    return
+                count += 1
+                line, output = handles
                 try:
-                    watch(*handles, float(message), folders, uids and uids[calls % len(uids)])
-                except OSError as error:  # before the code began: a right that is missing
-                    os.write(handles[1], str(error).encode())
-                finally:
-                    os._exit(1)
-        for handle in handles:
-            os.close(handle)
+                    call = start(line, output, float(message), folder, uids and uids[count % len(uids)])
+                except OSError as error:  # no process to be had: the caller sees its line closed
+                    os.write(output, str(error).encode())
+                    os.close(line)
+                else:
+                    calls |= {line: call, call.process: call}
+                    poll.register(line, 0)
+                    poll.register(call.process, select.POLLIN)
+                os.close(output)
+        for call in calls.values():
+            if not call.over_time and time.monotonic() >= call.deadline:
+                call.over_time = True
+                call.kill()
 
 
-# ---- watcher
+class Call:
+    """A call under way. line: where it came from, and where its end is told; process: a handle of its runner, or of its keeper."""
+
+    def __init__(self, line, process, number, seconds, safe):
+        self.line, self.process, self.number, self.safe = line, process, number, safe
+        self.deadline, self.over_time = time.monotonic() + seconds, False
+
+    def kill(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.number, signal.SIGKILL if self.safe else signal.SIGTERM)
+
+    def end(self):
+        """Write on the line how it ended: an exit code, -signal, or "timeout". The kernel has ended all of a world before its process 1."""
+        code = os.waitstatus_to_exitcode(os.waitpid(self.number, 0)[1])
+        with contextlib.suppress(OSError):
+            os.write(self.line, b"timeout" if self.over_time else str(code).encode())
 
 
-def watch(line, output, seconds, folders, uid):
-    """Have a runner do the call that is on the line, and write on the line how it ended: an exit code, -signal, or "timeout".
-
-    folders: where to make a folder for the call's files; none in a sandbox, where a call gets its own /tmp.
-    """
-    safe = not folders
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)  # the control socket is the server's alone
+def start(line, output, seconds, folder, uid):
+    """Fork a runner, in unsafe mode with a keeper. -> Call"""
+    safe = not folder
+    itself = os.pidfd_open(os.getpid())
     if safe:
-        must(LIBC.unshare(CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET))
-        folder = "/tmp"
-        must(LIBC.mount(b"tmpfs", b"/tmp", b"tmpfs", MS_NOSUID | MS_NODEV, TMP))
-    else:
-        must(LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
-        folder = tempfile.mkdtemp(dir=folders)
+        must(LIBC.unshare(CLONE_NEWPID))  # from here on whatever is forked is process 1 of a new world
+    try:
+        number = os.fork()
+        if number == 0:
+            child(keep if folder else run, line, output, seconds, folder, uid)
+    finally:
+        if safe:
+            must(LIBC.setns(itself, CLONE_NEWPID))
+        os.close(itself)
+    return Call(line, os.pidfd_open(number), number, seconds, safe)
+
+
+def child(work, line, output, *rest):
+    """Do the work of a forked process, to its end."""
+    status = 1
+    try:
+        status = work(line, output, *rest)
+    except OSError as error:  # before the code began: a right that is missing
+        os.write(output, str(error).encode())
+    finally:
+        os._exit(status)
+
+
+# ---- keeper
+
+
+def keep(line, output, seconds, folder, uid):
+    """Where no world can be ended as a whole: have a runner do the call, end as it did, and kill whatever it has left."""
+    must(LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
+    folder = tempfile.mkdtemp(dir=folder)
     runner = os.fork()
     if runner == 0:
-        os._exit(run(line, output, folder, seconds, safe, uid))
+        child(run, line, output, seconds, folder, uid)
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(runner, signal.SIGKILL))
     os.close(output)
-    poll = select.poll()
-    poll.register(line, 0)  # hung up: nobody waits for the answer
-    poll.register(os.pidfd_open(runner), select.POLLIN)
-    over_time = not poll.poll(seconds * 1000)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(runner, signal.SIGKILL)  # process 1: the kernel ends all of its world before it can be waited for
     code = os.waitstatus_to_exitcode(os.waitpid(runner, 0)[1])
-    if not safe:
-        sweep(runner)
-        shutil.rmtree(folder, ignore_errors=True)
-    os.write(line, b"timeout" if over_time else str(code).encode())
-    os._exit(0)
+    sweep(runner)
+    shutil.rmtree(folder, ignore_errors=True)
+    if code >= 0:
+        return code
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError):  # SIGKILL is what it is
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
 
 
 def sweep(group):
@@ -141,14 +196,16 @@ def sweep(group):
 # ---- runner
 
 
-def run(line, output, folder, seconds, safe, uid):
-    """-> exit code, 0 or RAISED"""
+def run(line, output, seconds, folder, uid):
+    """folder: the call's own; none in a sandbox, where it makes itself a /tmp. -> exit code, 0 or RAISED"""
     os.setsid()  # signals to one's own group reach nobody else
-    if not safe:
-        must(LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
-    os.chdir(folder)
+    must(LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
+    if not folder:
+        must(LIBC.unshare(CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWNET))
+        must(LIBC.mount(b"tmpfs", b"/tmp", b"tmpfs", MS_NOSUID | MS_NODEV, TMP))
+    os.chdir(folder or "/tmp")
     limit(seconds, PROCESSES if uid else SHARED)
-    if safe:
+    if not folder:
         drop(uid)
     with socket.socket(fileno=line) as request:
         request = request.makefile("rb")
@@ -242,7 +299,7 @@ def show(error):
 
 
 if __name__ == "__main__":
-    mode, first_uid, packages = sys.argv[1:]
+    folder, first_uid, packages = sys.argv[1:]
     if packages:
         sys.path.append(packages)
-    serve(mode == "safe", range(int(first_uid), int(first_uid) + UIDS) if first_uid else None)
+    serve(folder, range(int(first_uid), int(first_uid) + UIDS) if first_uid else None)
