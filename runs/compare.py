@@ -2,6 +2,7 @@
 
     make compare                                  # everything, about 90 minutes on 2 cores
     python runs/compare.py --part main --seeds 1  # less of it
+    python runs/compare.py --part smollm2         # the four scripts with SmolLM2-135M, after a warm start: about two hours
     python runs/compare.py --plot_only            # pictures and page from the finished runs that are there
     python runs/compare.py --steps 2 --out /tmp/c --docs /tmp/d -- --questions 4    # what follows -- goes to every run
 
@@ -33,13 +34,17 @@ from compare_page import MISMATCH, read_json, read_lines, write  # noqa: E402
 
 from common import run  # noqa: E402
 
-PARTS = ("main", "turns", "cost")
-START, SECONDS = (
-    25,
-    {"main": 7.5, "turns": 6.5, "cost": 5.0},
-)  # of a run, two at a time: before its first step, and of each step
+PARTS = ("main", "turns", "cost", "smollm2")  # the last one only when it is asked for
+ALONE = ("cost", "smollm2")  # one at a time, on all cores
+# Of a run: before its first step, and of each step, two at a time where they are.
+START, SECONDS = 25, {"main": 7.5, "turns": 6.5, "cost": 5.0, "smollm2": 30.0}
 TASKS = {"tiny_search": "tiny", "tiny_math": "tiny-math"}  # task: model
 SCRIPTS = {"GRPO": "train_grpo.py", "TSPO": "train_tspo.py", "GTPO": "train_gtpo.py", "RTPO": "train_rtpo.py"}
+# What a part begins with: an adapter of runs/warm_start.py. The tiny base has never seen a history without its thinking, and SmolLM2 no tags.
+WARM = {
+    "turns": "--model tiny --context strip_think --questions 8 --group 8 --steps 40",
+    "smollm2": "--model smollm2 --shots 0 --questions 4 --group 4 --steps 30 --temperature 1 --lr 2e-4",
+}
 # The KL to the reference is only measured where it is part of the loss. So little of it is lost in float32's rounding, also where nothing
 # else has a gradient (the norm of what is left is 0): the run is the one without it, bit for bit, and takes one more forward pass a phase.
 MEASURE_KL = ("--kl_coef", "1e-24", "--kl", "k3")
@@ -112,16 +117,22 @@ def plan(args):
 
     def add(part, place, label, seed, steps, at, words):
         script = "train_grpo-mismatch" if label == MISMATCH else Path(SCRIPTS[label]).stem
-        words = (*words.split(), "--seed", str(seed), "--steps", str(steps), *args.extra)
+        words = (*shlex.split(words), "--seed", str(seed), "--steps", str(steps), *args.extra)
         jobs.append(Job(part, args.out / place / f"{script}-s{seed}", label, words, seed, steps, at))
 
     for (task, model), seed, label in itertools.product(TASKS.items(), args.seeds, SCRIPTS):
         steps = args.steps or run.PRESETS[model]["steps"]
         add("main", task, label, seed, steps, task, f"--model {model} --task {task} {' '.join(MEASURE_KL)}")
     tiny = "--model tiny --task tiny_search --eval_every 0"
+    warm = {part: shlex.join(["--adapter", str(warm_folder(args, part) / "adapter")]) for part in WARM}
     for seed, limit, label in itertools.product(args.turn_seeds, args.max_turns, ("GRPO", "RTPO", MISMATCH)):
-        words = f"{tiny} --context strip_think --max_turns {limit} --tis_cap 0"  # or it would half correct the mismatch
+        words = f"{tiny} {warm['turns']} --context strip_think --max_turns {limit}"
+        words += " --tis_cap 0"  # or it would half correct the mismatch
         add("turns", f"max_turns-{limit}", label, seed, args.turn_steps, limit, words)
+    words = f"--model smollm2 --task tiny_search --shots 0 --questions 4 {warm['smollm2']}"
+    for label in SCRIPTS:
+        more = f"{words} --eval_every 15 --eval_questions 60"
+        add("smollm2", "smollm2", label, 1, args.smollm2_steps, "smollm2", more)
     for label in ("GRPO", "RTPO"):
         add("cost", "cost", label, 1, args.cost_steps, None, f"{tiny} --group 16 --questions 8 --eval_questions 20")
     return jobs
@@ -230,11 +241,24 @@ def execute_all(found, at_once):
             signal.signal(number, interrupted)
         cores = os.cpu_count()
         for alone in (False, True):
-            jobs = [job for job in todo if (job.part == "cost") == alone]
+            jobs = [job for job in todo if (job.part in ALONE) == alone]
             workers = 1 if alone else min(at_once, cores)
             with ThreadPoolExecutor(workers) as pool:
                 list(pool.map(make, jobs, [cores // workers] * len(jobs)))
     return failed
+
+
+def warm_folder(args, part):
+    """Where the adapter lies that a part begins with. Its name holds what it is made from."""
+    made_of = WARM[part].encode() + (ROOT / "runs" / "warm_start.py").read_bytes()
+    return args.out / f"warm-{part}-{hashlib.sha256(made_of).hexdigest()[:8]}"
+
+
+def warm_start(folder, part):
+    """Make that adapter, if it is not there."""
+    if not (folder / "adapter" / "adapter_config.json").exists():
+        command = [sys.executable, "runs/warm_start.py", *WARM[part].split(), "--out", folder]
+        subprocess.run(command, cwd=ROOT, check=True)
 
 
 def machine():
@@ -261,13 +285,14 @@ def parse(argv):
     parser.add_argument("--turn_steps", type=int, default=15, help="of turns (default: 15)")
     parser.add_argument("--max_turns", type=numbers, default=[2, 3, 4, 5], help="of turns (default: 2,3,4,5)")
     parser.add_argument("--cost_steps", type=int, default=8, help="of cost, whose first is left out (default: 8)")
+    parser.add_argument("--smollm2_steps", type=int, default=45, help="of smollm2 (default: 45)")
     parser.add_argument("--at_once", type=int, default=2, help="runs side by side, sharing the cores (default: 2)")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "compare", help="where the runs lie")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="where results.md and the pictures go")
     parser.add_argument("--plot_only", action="store_true", help="pictures and page from the finished runs")
     parser.add_argument("--dry_run", action="store_true", help="print the plan only")
     args = parser.parse_args(argv[:cut])
-    args.part, args.extra = args.part or PARTS, argv[cut + 1 :]
+    args.part, args.extra = args.part or PARTS[:3], argv[cut + 1 :]
     args.out, args.docs = args.out.resolve(), args.docs.resolve()
     return args
 
@@ -280,11 +305,14 @@ def main():
         for job, how in found.items():
             print(f"{how:<10}{job.name}")
         left = [job for job in found if found[job] != "finished"]
-        shared = {"main": args.at_once, "turns": args.at_once, "cost": 1}
+        shared = {part: 1 if part in ALONE else args.at_once for part in PARTS}
         minutes = sum((START + job.steps * SECONDS[job.part]) / shared[job.part] for job in left) / 60
         print(f"{len(left)} of {len(found)} runs to make, about {minutes:.0f} minutes on 2 cores", flush=True)
         if args.dry_run:
             return
+        for part in WARM:
+            if any(job.part == part for job in left):
+                warm_start(warm_folder(args, part), part)
         try:
             failed = execute_all(found, args.at_once)
         except KeyboardInterrupt:

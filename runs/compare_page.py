@@ -48,7 +48,9 @@ one standard deviation, the larger of the two; with a single seed, by that of th
 engine, steps and evaluations. All scripts run with the shared preset of the model."""
 KL_WORDS = """The KL is measured and not trained on: its weight is lost in rounding. It costs every script one more forward pass
 a phase. Entropy and KL are means over what is trained, which in RTPO is one turn of each sibling; the band is from the lowest to the highest seed."""
-TURNS_WORDS = f"""The model does not see the thinking of its earlier turns again. GRPO and RTPO train on what was sampled. *{MISMATCH}* samples
+SMOLLM2_WORDS = """A real pretrained model, SmolLM2-135M-Instruct, that searches and answers after a short warm start on scripted traces
+(`runs/warm_start.py`, another world than the questions). The same budget for each, for the record."""
+TURNS_WORDS = f"""After a short warm start on scripted traces (`runs/warm_start.py`), as the tiny base has never seen such a history: the model does not see the thinking of its earlier turns again. GRPO and RTPO train on what was sampled. *{MISMATCH}* samples
 as they do and trains every turn as if its context had been the whole history: an error made on purpose (`runs/compare.py --mismatch`). What it does to
 the log-probabilities stands in the last column, mean |trainer − engine| per token; nothing corrects for it (`--tis_cap 0`; for the other two the ratio is 1). Answerable: the share of questions that so many turns suffice for."""
 COST_WORDS = """16 rollouts a question on both sides, the same questions, one run after the other on the same machine and nothing beside them. Ratios are taken step by step."""
@@ -285,9 +287,10 @@ def write(jobs, stale, docs):
         raise SystemExit("No run is finished: no page was written.")
     docs.mkdir(parents=True, exist_ok=True)
     parts = [header(there, jobs, stale), MEANINGS]
-    for task in dict.fromkeys(r.job.at for r in there if r.job.part == "main"):
+    for task in dict.fromkeys(r.job.at for r in there if r.job.part in ("main", "smollm2")):
         results = [r for r in there if r.job.at == task]
-        parts += [f"## {task}", f"{command(results)} {KL_WORDS}", task_table(results)]
+        words = SMOLLM2_WORDS if task == "smollm2" else KL_WORDS
+        parts += [f"## {task}", f"{command(results)} {words}", task_table(results)]
         if any(r.job.label == "TSPO" for r in results) and not any(r.total("credit/revived") for r in results):
             parts.append("**TSPO revived no group**: this task does not show what it is about.")
         task_picture(results, docs / f"compare-{task}.png")
@@ -309,7 +312,7 @@ def write(jobs, stale, docs):
 def command(results):
     """The arguments that the runs have in common."""
     pairs = [list(zip(r.job.words[::2], r.job.words[1::2])) for r in results]
-    shared = [pair for pair in pairs[0] if all(pair in other for other in pairs)]
+    shared = [pair for pair in pairs[0] if pair[0] != "--adapter" and all(pair in other for other in pairs)]
     return f"`train_X.py {shlex.join(itertools.chain(*shared))}`."
 
 

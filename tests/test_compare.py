@@ -139,7 +139,10 @@ def test_the_plan_has_the_same_arguments_for_every_algorithm(tmp_path):
         "main": 24,
         "turns": 12,
         "cost": 2,
+        "smollm2": 4,
     }
+    asked = compare.parse(["--part", "smollm2"])
+    assert compare.parse([]).part == ("main", "turns", "cost") and asked.part == ["smollm2"]
     assert len({job.folder for job in jobs}) == len(jobs)
     for part in compare.PARTS:
         words = {}
@@ -272,14 +275,19 @@ def test_the_page_has_every_table_and_says_what_is_worse(filled):
         "## tiny_math",
         "## Exact match against --max_turns",
         "## What RTPO costs",
+        "## smollm2",
         "0123456, clean",
     ):
         assert words in text
     rows = [row.split("|")[1:] for row in text.splitlines() if row.startswith("| GTPO")]
-    assert len(rows) == 2 and all(row[4].strip() == "−0.300, **worse**" for row in rows)
+    assert len(rows) == 3 and all(row[4].strip() == "−0.300, **worse**" for row in rows)
     assert rows[0][1].strip() == "3" and rows[0][3].strip() == "0.580 ± 0.010"
-    assert [row.split("|")[-2].strip() for row in text.splitlines() if row.startswith("| TSPO")] == ["1.50 ± 0.00"] * 2
-    assert len(worse) == 6 and sum(compare.MISMATCH in row for row in worse) == 4
+    assert [row.split("|")[-2].strip() for row in text.splitlines() if row.startswith("| TSPO")] == [
+        "1.50 ± 0.00",
+        "1.50 ± 0.00",
+        "1.50",
+    ]
+    assert len(worse) == 7 and sum(compare.MISMATCH in row for row in worse) == 4
     assert "(#remarks)" in text and "\n## Remarks\n" in text
     assert "`train_X.py --model tiny --task tiny_search --kl_coef 1e-24 --kl k3 --steps 25`" in text  # what seeds share
 

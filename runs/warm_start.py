@@ -1,0 +1,68 @@
+"""A LoRA adapter that knows the tags, and the contexts of --context: supervised steps on scripted traces of the embedded search task. For
+models that have never seen them, such as smollm2, or the tiny base where it is not shown its earlier thinking.
+
+    python runs/warm_start.py --model smollm2 --shots 0 --steps 30 --out out/warm-smollm2
+    python train_tspo.py --model smollm2 --shots 0 --adapter out/warm-smollm2/adapter
+
+Takes the arguments of train_grpo.py. The traces are those the tiny base is pretrained on: of another world than the questions (no name in
+common), and often stopping one search short, so that there is something left to learn.
+"""
+
+import random
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import train_grpo  # noqa: E402
+from common import protocol, run, tiny, turns  # noqa: E402
+
+HOPS = 3
+HEAD = len(protocol.INSTRUCTION + "Question: ")  # of a trace's prompt
+
+
+def group(trace, task):
+    """A Group of one Trajectory whose turns are those of a scripted trace, in the contexts that the task would show them in."""
+    (prompt, _), *rest = trace
+    question = turns.Question("scripted", prompt[HEAD:].strip(), [])
+    made, context = [], task.prompt_ids(question)
+    for text, kind in rest:
+        if kind == "turn":
+            ids = task.tokenizer.encode(text, add_special_tokens=False)
+            made.append(turns.Turn(context, ids, [0.0] * len(ids), text))  # nobody sampled them
+        else:
+            made[-1].tool = "search"
+            _, made[-1].observation_ids = task.observation(text, made[-1])
+            context = task.next_context(made)
+    return turns.Group(question, [turns.Trajectory(made)])
+
+
+def main(args):
+    from common import tasks
+    from common.policy import Policy
+
+    if args.task != "tiny_search" or args.protocol != "tags":
+        raise SystemExit("The traces are of --task tiny_search, in --protocol tags.")
+    task = tasks.load(args)
+    policy = Policy(args, run.setup(args, __file__))
+    rng, names = random.Random(args.seed), tiny._names()["pretraining"]
+    with tqdm(range(args.steps), desc="warm start") as steps:
+        for _ in steps:
+            count = args.questions * args.group
+            groups = [group(tiny._trace(rng, names, rng.randint(1, HOPS), flawed=True), task) for _ in range(count)]
+            batch = turns.pack(groups, [[[1.0] * len(g.trajectories[0].turns)] for g in groups])
+            total, loss = int(batch.mask.sum()), 0.0
+            for micro in batch.micro(args.micro_tokens):
+                part = -policy.logps(micro)[micro.mask].sum() / total
+                part.backward()
+                loss += float(part.detach())
+            policy.step()
+            steps.set_postfix(loss=f"{loss:.3f}")
+    policy.save_adapter(run.directory(args) / "adapter")
+    run.say(f"adapter: {run.directory(args)}/adapter (last loss {loss:.3f} nats a token)")
+
+
+if __name__ == "__main__":
+    run.launch(main, run.parse(train_grpo.Args))
