@@ -32,14 +32,15 @@ class Args:
     """a folder, a hub id, a short name such as Qwen2.5-7B-Instruct, or an embedded model: tiny, smollm2"""
     adapter: str = ""
     """start from this LoRA adapter instead of a fresh one; it keeps its own rank and scale"""
-    task: str = ""
-    """tiny_search, tiny_math, reasoning_gym:<name>, or a JSONL file of {"question", "answers"} lines"""
+    task: str = "hotpotqa"
+    """a data set (docs/data.md), tiny_search, tiny_math, reasoning_gym:<name>, or a JSONL file of {"question", "answers"} lines"""
     task_kind: Literal["search", "math"] = "search"
     """of a JSONL file: search (with --corpus or --retriever; exact match) or math (with Python; answers compared by value)"""
     corpus: str = ""
     """JSONL file of documents {"id", "title", "text"} to search in"""
     retriever: str = ""
-    """address of a Search-R1 compatible retrieval server to search with instead of a corpus, such as http://127.0.0.1:8000/retrieve"""
+    """search with a server instead of a corpus: the address of a Search-R1 compatible one, such as http://127.0.0.1:8000/retrieve,
+    or llm:<OpenAI-compatible address>#<model>, a language model that plays the search engine (ZeroSearch)"""
     topk: int = 3
     """documents a search returns"""
     limit: int = 0
@@ -50,6 +51,10 @@ class Args:
     """put the prompt through the tokenizer's chat template (auto: when it has one)"""
     protocol: Literal["tags", "chat"] = "tags"
     """how a tool is called: by tags in the text, or as the model's own chat template has it"""
+    tools: Literal["on", "off"] = "on"
+    """whether the model has a tool; off: it answers by itself"""
+    answer: Literal["tags", "boxed"] = "tags"
+    """where its answer stands: in <answer> tags, or in \\boxed{} as in most work on mathematics"""
     context: Literal["full", "strip_think", "window"] = "full"
     """what of its earlier turns the model sees again: all, all but its thinking, or the last --window turns"""
     window: int = 2
@@ -120,6 +125,8 @@ class Args:
     """mirror metrics to Weights & Biases"""
     tensorboard: bool = False
     """mirror metrics to TensorBoard files in the run directory"""
+    dry_run: bool = False
+    """load the task, print the memory plan and the first prompt, and stop: no model is loaded"""
     clip_low: float = 0.2
     """the ratio is clipped below 1 - clip_low"""
     clip_high: float = 0.2

@@ -34,6 +34,11 @@ class Saver:
         self.random = None  # states of each rank, from the checkpoint
         self.state = None  # after the last finished step: (step, best, adapter, bytes of state.pt)
         self.written, self.lock = None, threading.Lock()
+        data = set(run.gather([getattr(task, "fingerprint", None)]))
+        if run.from_rank_0(len(data) > 1):
+            raise SystemExit(
+                "The ranks do not have the same questions, documents and way to run Python: a machine differs."
+            )
         if last := run.goes_on_from(args):
             self._restore(last)
         if run.rank() == 0:

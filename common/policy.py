@@ -166,17 +166,24 @@ class Policy:
             "updates": float(moves),
         }
 
-    @contextlib.contextmanager
     def canary(self):
         """Within the block the adapter is changed enough that nobody can mistake the policy for its base (for the self-test)."""
         generator = torch.Generator().manual_seed(0)
+        scale = 0.02 * self.lora_rank / self.model.peft_config["default"].lora_alpha
+        return self._changed(lambda weight: weight + scale * torch.randn(weight.shape, generator=generator).to(weight))
+
+    def blank(self):
+        """Within the block the policy is its base, with an adapter that does nothing, as before the first step of training."""
+        return self._changed(torch.zeros_like)
+
+    @contextlib.contextmanager
+    def _changed(self, change):
         kept = {}
         with torch.no_grad():
             for name, module in self.model.named_modules():
                 if name.endswith("lora_B.default"):
-                    weight = kept[name] = module.weight.detach().clone()
-                    noise = torch.randn(weight.shape, generator=generator).to(weight)
-                    module.weight += noise * 0.02 * self.lora_rank / self.model.peft_config["default"].lora_alpha
+                    kept[name] = module.weight.detach().clone()
+                    module.weight.copy_(change(module.weight))
             try:
                 yield
             finally:

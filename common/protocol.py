@@ -14,7 +14,7 @@ import json
 import os
 import re
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from common import run
@@ -107,6 +107,41 @@ ASKED, THOUGHT, CALLED, SAID, REFUSED = "Where to?", "Perhaps north.", "ships of
 HEARD = 'the first line\n"the second"'  # with what JSON would escape
 
 
+WORDINGS[None] = Wording(  # no tool
+    INSTRUCTION[: INSTRUCTION.index("To look up")] + INSTRUCTION[INSTRUCTION.index("When you know") :],
+    "You answer questions.",
+    ("", ""),
+    "That was no answer. Write <answer> answer </answer>.",
+    *("", "", "", ("", "")),
+)
+
+
+def wording(tool, boxed):
+    """How the tool (None: there is none) and the answer are spoken of. boxed: the answer stands in \\boxed{} and not in tags."""
+    words = WORDINGS[tool]
+    if not boxed:
+        return words
+    box = (
+        ("write it, short, inside <answer> and </answer>", "write it inside \\boxed{}"),
+        ("<answer> answer </answer>", "\\boxed{answer}"),
+    )
+    texts = {name: text for name, text in vars(words).items() if isinstance(text, str)}
+    for old, new in box:
+        texts = {name: text.replace(old, new) for name, text in texts.items()}
+    return replace(words, **texts)
+
+
+def boxed_answer(text):
+    """What the last complete \\boxed{} of a text holds, braces in it included, or None."""
+    for found in reversed(list(re.finditer(r"\\boxed\s*\{", text))):
+        depth = 1
+        for end in range(found.end(), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            if depth == 0:
+                return text[found.end() : end].strip()
+    return None
+
+
 @dataclass
 class Action:
     """What a generation asks for: a tool with its input, or (tool None) the final answer."""
@@ -123,13 +158,19 @@ class Tags:
     """
 
     def __init__(self, args, tokenizer, tool, examples=()):
-        self.tokenizer, self.tool, self.words = tokenizer, tool, WORDINGS[tool]
+        self.boxed = args.answer == "boxed"
+        self.tokenizer, self.tool, self.words = tokenizer, tool, wording(tool, self.boxed)
         self.limit = args.max_observation_tokens
         # A closing action tag ends a generation, and so does the opening tag of an output: the model does not write its own.
-        self.stop = [f"</{tool}>", "</answer>", self.words.around[0].strip()]
+        ends = (tool and f"</{tool}>", not self.boxed and "</answer>", self.words.around[0].strip())
+        self.stop = [end for end in ends if end]
         self.stop_ids = end_ids(tokenizer)
         self.invalid_message = self.words.invalid
         self.marks = marks(tokenizer, *self.words.around)
+        if examples and (self.boxed or tool != "search"):
+            raise SystemExit(
+                "--shots: the worked examples search, and answer in tags: they go with --tools on and --answer tags."
+            )
         self.templated = args.template == "on" or (args.template == "auto" and tokenizer.chat_template is not None)
         self.examples = "".join(examples)
 
@@ -145,7 +186,10 @@ class Tags:
     def parse(self, text):
         """The first complete action in a generation's own text, or None."""
         # From the last opening tag before the closing one: a tag that is only mentioned must not begin the query.
-        found = re.search(rf"<({self.tool}|answer)>((?:(?!<\1>).)*?)</\1>", text, re.DOTALL)
+        names = "|".join(filter(None, (self.tool, not self.boxed and "answer"))) or "(?!)"
+        found = re.search(rf"<({names})>((?:(?!<\1>).)*?)</\1>", text, re.DOTALL)
+        if not found and self.boxed:
+            return _boxed(text)
         if found and found[1] == "answer":
             if self.tool == "python" and "<python>" in text[: found.start()]:  # an answer that code would have printed
                 return None
@@ -157,6 +201,14 @@ class Tags:
         return cut_observation(self.tokenizer, harmless(output, self.marks), self.limit, self.words.around)
 
 
+def _boxed(text):
+    """The answer in a generation's own text outside its closed blocks of thinking (the prompt may have opened one), or None."""
+    for start, stop in reversed(thinking(text, "<think>" not in text.partition("</think>")[0])):
+        text = text[:start] + text[stop:]
+    answer = boxed_answer(text)
+    return Action(None, answer) if answer else None
+
+
 class Chat:
     """Calls, outputs and answers as messages of the model's own chat template; same attributes and methods as Tags.
 
@@ -166,7 +218,10 @@ class Chat:
     """
 
     def __init__(self, args, tokenizer, tool, examples=()):
-        self.tokenizer, self.tool, self.words = tokenizer, tool, WORDINGS[tool]
+        if not tool:
+            raise SystemExit("--protocol chat is about calling a tool; --tools off goes with --protocol tags.")
+        self.boxed = args.answer == "boxed"
+        self.tokenizer, self.tool, self.words = tokenizer, tool, wording(tool, self.boxed)
         self.limit, self.invalid_message = args.max_observation_tokens, self.words.chat_invalid
         self.stop_ids = end_ids(tokenizer)
         self.ends = [end for end in map(tokenizer.decode, self.stop_ids) if end]
@@ -224,7 +279,9 @@ class Chat:
         said = self._render(message("assistant", SAID), message("user", REFUSED), generation=True)
         _, self.around_invalid = self._between(said, SAID, REFUSED)
         # As in Tags: a complete call or answer ends a generation, and so does the tag that opens an output, where there are tags.
-        self.stop = ["</answer>"] + ["</tool_call>"] * self.tagged + re.findall(r"<\w+>", self.around[0])
+        self.stop = (
+            ["</answer>"] * (not self.boxed) + ["</tool_call>"] * self.tagged + re.findall(r"<\w+>", self.around[0])
+        )
         self.marks = marks(self.tokenizer, *self.around)
         longest = max(len(self._encode("".join(around))) for around in (self.around, self.around_invalid))
         if longest >= self.limit:
@@ -280,7 +337,10 @@ class Chat:
             whole = whole.strip().removeprefix("<|python_tag|>").strip()
             if whole.startswith("{"):
                 return self._called(whole)
-        found = re.search(r"<(tool_call|answer)>((?:(?!<\1>).)*?)</\1>", text, re.DOTALL)
+        names = "tool_call" if self.boxed else "tool_call|answer"
+        found = re.search(rf"<({names})>((?:(?!<\1>).)*?)</\1>", text, re.DOTALL)
+        if not found and self.boxed:
+            return _boxed(text)
         if found and found[1] == "answer":
             return Action(None, found[2].strip())
         return self._called(found[2]) if found and self.tagged else None

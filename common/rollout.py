@@ -200,7 +200,9 @@ class Engine:
 
         params = SamplingParams(
             temperature=temperature,
-            top_p=1.0,
+            top_p=getattr(
+                self.args, "top_p", 1.0
+            ),  # of eval.py alone: what is trained is sampled from the whole distribution
             top_k=0,
             seed=seed,
             max_tokens=max_tokens,
@@ -299,6 +301,8 @@ class Loop:
         # A client that waits for its server to come back keeps the time itself.
         timeout = math.inf if getattr(task, "keeps_time", False) else engine.args.tool_timeout
         self.tools = Tools(task, engine.args.tool_workers, timeout)
+        if begin := getattr(getattr(task, "tool", None), "begin", None):
+            begin(0 if greedy else engine.step)  # the noise of a simulated search engine is for training
         self.generating = {}  # request id -> rollout
         self.scorer = ThreadPoolExecutor(1, "scorer")  # a comparison of two formulas may take seconds
         self.scores = []
@@ -459,13 +463,16 @@ class Tools:
             )
 
     def _work(self, number, tool, text, earlier):
+        call = self.calls[number]  # which may have been given up by the time it ends
         try:
-            self.done.put((number, self.task.run_tool(tool, text, earlier), "ok"))
+            wants = getattr(self.task.tool, "wants_question", False)
+            more = {"question": call[0].question} if wants else {}
+            self.done.put((number, self.task.run_tool(tool, text, earlier, **more), "ok"))
         except Lost as lost:
             self.done.put((number, str(lost), "lost"))
         except Failed as failed:
             if failed.lost:
-                self.calls[number][0].trajectory.turns[-1].info["lost"] = 1.0
+                call[0].trajectory.turns[-1].info["lost"] = 1.0
             self.done.put((number, str(failed), failed.status))
         except (
             BaseException

@@ -83,6 +83,7 @@ LIMITS = (  # argument, what must hold, what is said otherwise
     ("max_observation_tokens", lambda v: v >= 16, "16 at least, the tags need most of them"),
     ("lora_rank", lambda v: 1 <= v <= 512, "the engine takes adapters of rank 1 to 512"),
     ("lora_alpha", lambda v: v > 0, "more than 0, or the adapter has no effect"),
+    ("top_p", lambda v: 0 < v <= 1, "a share of the probability, 1 for all of it"),
     ("samples", lambda v: v >= 0, "0 (greedy only) or a number of trajectories per question"),
     ("window", lambda v: v >= 1, "the last turn at least"),
     ("shots", lambda v: 0 <= v <= 2, "there are 2 worked examples"),
@@ -101,7 +102,7 @@ LIMITS = (  # argument, what must hold, what is said otherwise
 # What may differ when a run is resumed: it changes where and how fast the run goes on, and not what is sampled or trained.
 MAY_CHANGE = (
     *("out", "resume", "steps", "save_every", "keep", "eval_every", "retriever", "tool_workers", "tool_timeout"),
-    *("micro_tokens", "grad_checkpoint", "sleep", "gpu_memory", "wandb", "tensorboard"),
+    *("micro_tokens", "grad_checkpoint", "sleep", "gpu_memory", "wandb", "tensorboard", "dry_run"),
 )
 
 
@@ -229,10 +230,16 @@ def say(text):
 
 
 def launch(main, args):
-    """Run a script's main. Whatever ends it (Ctrl-C, SIGTERM, an error, torchrun's death), what is finished is saved and nothing is left."""
+    """Run a script's main, or only look at what it would do (--dry_run). Whatever ends it (Ctrl-C, SIGTERM, an error, torchrun's death),
+    what is finished is saved and nothing is left."""
     _watch()
     try:
-        main(args)
+        if getattr(args, "dry_run", False):
+            from common import memory
+
+            memory.dry_run(args)
+        else:
+            main(args)
     except SystemExit as stop:
         code = 0 if stop.code is None else stop.code
         finish(*((code,) if isinstance(code, int) else (1, code)))
@@ -469,6 +476,13 @@ def goes_on_from(args):
     return last_checkpoint(directory(args)) if args.resume else None
 
 
+def finished(folder):
+    """The name of what a run directory has that is to be kept: its last checkpoint, or the benchmarks of eval.py. Else None."""
+    last = last_checkpoint(folder)
+    evaluated = any(folder.glob("eval.json")) or any(folder.glob("*/eval.json"))
+    return last.name if last else "benchmarks" if evaluated else None
+
+
 def write_json(path, value):
     """Write a JSON file, whole or not at all."""
     beside = path.with_name(f"{path.name}.new")
@@ -480,15 +494,14 @@ def taken(folder):
     """Whether a folder holds something to keep: anything but a run that ended before its first checkpoint."""
     if not folder.exists() or not any(folder.iterdir()):
         return False
-    finished = last_checkpoint(folder) or (folder / "eval.json").exists()
-    return bool(finished) or not (folder / "lock").exists()
+    return bool(finished(folder)) or not (folder / "lock").exists()
 
 
 def refusal(args, folder):
     """Claim the run directory until this process ends. Returns why it cannot be had, in one line, or None."""
     try:
         if not args.resume and taken(folder):
-            go_on = "go on with it by --resume, " if last_checkpoint(folder) else ""
+            go_on = "go on with it by --resume, " if finished(folder) else ""
             return f"{folder} exists, and nothing is overwritten: {go_on}give another --out or move it away."
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / "lock", "a")
@@ -504,9 +517,9 @@ def refusal(args, folder):
 
 def write_header(args, script, folder):
     """args.json, environment.json and a copy of the code that is about to run; of a run that goes on, its environment only."""
-    last = last_checkpoint(folder)
+    last = finished(folder)
     if args.resume and last:
-        write_json(folder / f"environment-after-{last.name}.json", environment())
+        write_json(folder / f"environment-after-{last}.json", environment())
         for part in (script, *(p for package in ("common", "tools") for p in (ROOT / package).glob("*.py"))):
             copy = folder / part.relative_to(ROOT if part != script else script.parent)
             if not copy.exists() or copy.read_bytes() != part.read_bytes():
@@ -516,7 +529,7 @@ def write_header(args, script, folder):
         begun = json.loads((folder / "args.json").read_text())
         changed = {name: value for name, value in vars(args).items() if name in MAY_CHANGE and name != "resume"}
         write_json(folder / "args.json", begun | changed)
-        say(f"goes on after {last.name}: {folder}")
+        say(f"goes on after {last}: {folder}")
         return
     if args.resume:
         say(f"{folder} ended before its first checkpoint: it begins anew")

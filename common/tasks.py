@@ -19,19 +19,26 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common import models, protocol, run, tiny, tiny_math, verify
+from common import data, models, protocol, run, tiny, tiny_math, verify
 from common.scores import exact_match, f1, normalise
 from common.turns import Question
+from tools import Failed
 from tools.python import Python
 from tools.search import Retriever, Search
+from tools.simulate import Simulator
 
 TEST = 500  # questions of a file that are kept for eval.py
 GYM = "reasoning_gym:"  # how --task names a data set of that package
 GYM_TRAIN = 2000  # questions made of it to train on
+WIKIPEDIA = (
+    "Give --retriever http://host:8000/retrieve, a server that speaks Search-R1's protocol, or --corpus passages.jsonl. The passages "
+    "of Search-R1: hf download PeterJinGo/wiki-18-corpus --repo-type dataset --local-dir wiki; gunzip wiki/wiki-18.jsonl.gz; a server "
+    "of ours: python -m tools.search serve --corpus wiki/wiki-18.jsonl. docs/retrieval.md says more."
+)
 RUNS_ANSWERS = re.compile(r"\b(eval|exec|parse_expr|sympify|simplify|parse_latex)\(")  # in the source of a scorer
 KINDS = (
-    "tiny_search or tiny_math (embedded, nothing to download), reasoning_gym:<name> (made by that package), or a file "
-    'questions.jsonl of {"question", "answers"} lines, together with --corpus documents.jsonl or --retriever '
+    f"a data set ({', '.join(data.SOURCES)}), tiny_search or tiny_math (embedded, nothing to download), reasoning_gym:<name> (made by "
+    'that package), or a file questions.jsonl of {"question", "answers"} lines, together with --corpus documents.jsonl or --retriever '
     "http://host:port/retrieve, or with --task_kind math"
 )
 
@@ -40,13 +47,14 @@ class Task:
     """Questions, and what every family of them has in common. A family (a class below) says what an answer scores, and may have
     worked examples; its tool decides what the prompt describes.
 
-    tool                       has a name ("search" or "python") and turns the text of a call into the text of its answer
+    tool                       has a name ("search" or "python") and turns the text of a call into the text of its answer; None: no tool
     train, held_out, test      questions to train on, to evaluate on while training (development), and to report (eval.py)
     take(n)                    this rank's share of the next n questions of the run
     prompt_ids, parse, run_tool, observation, next_context, finish     what the rollout loop asks
     """
 
     examples = ()  # worked examples for --shots, as they stand in a prompt of the tags protocol
+    asked = "{}"  # what the prompt says around a question
 
     def __init__(self, args, tokenizer, tool, train, held_out, test=()):
         self.tokenizer, self.tool = tokenizer, tool
@@ -56,7 +64,7 @@ class Task:
         if args.shots > len(self.examples):
             raise SystemExit(f"--shots {args.shots}: this task has {len(self.examples)} worked examples.")
         protocols = {"tags": protocol.Tags, "chat": protocol.Chat}
-        self.protocol = protocols[args.protocol](args, tokenizer, tool.name, self.examples[: args.shots])
+        self.protocol = protocols[args.protocol](args, tokenizer, tool and tool.name, self.examples[: args.shots])
         self.stop, self.stop_ids = self.protocol.stop, self.protocol.stop_ids
         self.invalid_message = self.protocol.invalid_message
         self.context, self.window = args.context, args.window
@@ -93,7 +101,7 @@ class Task:
 
     def prompt_ids(self, question):
         """Ids of the first context."""
-        return self.protocol.prompt_ids(question.text)
+        return self.protocol.prompt_ids(self.asked.replace("{}", question.text, 1))
 
     def decode(self, ids):
         return self.tokenizer.decode(ids, skip_special_tokens=False)
@@ -102,9 +110,9 @@ class Task:
         """The action in a generation's own text, or None."""
         return self.protocol.parse(text)
 
-    def run_tool(self, tool, text, earlier):
-        """What the tool answers. earlier: the inputs of this trajectory's earlier calls that ran."""
-        return self.tool(text, earlier)
+    def run_tool(self, tool, text, earlier, **more):
+        """What the tool answers. earlier: the inputs of this trajectory's earlier calls that ran; more: what only some tools want."""
+        return self.tool(text, earlier, **more)
 
     def observation(self, output, turn):
         """(text as the model is shown it, ids) of what the turn's tool answered; of the invalid message where it called none.
@@ -165,6 +173,44 @@ class GymQA(MathQA):
         return 0.0, {}
 
 
+class ChoiceQA(MathQA):
+    """Questions with lettered options. The outcome is whether the answer names the right letter."""
+
+    asked = "{}\nAnswer with the letter of the right option."
+
+    def score(self, answer, question):
+        said = re.match(
+            r"(?:(?:option|answer|choice)\s*:?\s*)?\(?([a-z])(?:[).:]|$)", verify.plain(answer or ""), re.IGNORECASE
+        )
+        return float(bool(said) and said[1].upper() in question.golds), {}
+
+
+class CodeQA(MathQA):
+    """Functions to be written. The outcome is whether the data set's own tests pass, in the sandbox of the Python tool.
+
+    The answer is the whole function, or what follows the question's text. What the question has above its function (imports, helpers)
+    is put before a whole one.
+    """
+
+    asked = "Complete this function, and answer with the whole function.\n{}"
+
+    def __init__(self, python, *args):
+        super().__init__(*args)
+        self.python = python
+
+    def score(self, answer, question):
+        prompt, name, test = (question.info[key] for key in ("prompt", "entry_point", "test"))
+        code = protocol.cleaned("python", answer or "")
+        whole = re.search(rf"^(?:async )?def {re.escape(name)}\b", code, re.MULTILINE)
+        before = prompt[: prompt.index(f"def {name}")] if whole else f"{prompt}    "
+        # An answer that ends the process early would look like one that passed: so the last words must be these.
+        passed = hashlib.sha256(f"{question.id} {test}".encode()).hexdigest()
+        program = f"{before}{code}\n{test}\ncheck({name})\nprint('{passed}')"
+        with contextlib.suppress(Failed):
+            return float(self.python(program).rstrip().endswith(passed)), {}
+        return 0.0, {}
+
+
 def read_question(line, number, normal=normalise):
     """A Question of one line (bytes) of a file; its number becomes info["line"]. Raises ValueError saying what is wrong with it.
 
@@ -219,20 +265,38 @@ def read_questions(path, normal=normalise):
     return questions
 
 
-def load(args, whole=False):
+def load(args, use="train"):
     """The task --task names, of the family it belongs to. Its questions are split into train, held_out (--eval_questions of them, if
-    there are) and test; no text is in two of them. whole: the file is a test set itself, and all of it is `test`.
+    there are) and test; no text is in two of them. use: "train", "eval", or "all", where all questions become `test`.
 
     Raises SystemExit for data that is missing or malformed, before any model is loaded.
     """
-    mathematics = args.task == "tiny_math" or args.task.startswith(GYM) or args.task_kind == "math"
-    refuse_unlearned(args, mathematics)
-    family, tool, train, held_out, test = math_task(args, whole) if mathematics else search_task(args, whole)
+    make = task_maker(args)
+    refuse_unlearned(args, make is not search_task)
+    family, tool, train, held_out, test = make(args, use == "all")
+    if use == "train" and not train:
+        raise SystemExit(
+            f"--task {args.task} is a benchmark, without questions to train on: python eval.py --task {args.task}"
+        )
     train = train[: args.limit] if args.limit else train
     tokenizer = models.load_tokenizer(models.resolve(args.model))
     task = family(args, tokenizer, tool, train, held_out, test)
     check_lengths(task, args)
     return task
+
+
+def task_maker(args):
+    """The function that makes the task: search_task or math_task, which knows what --task names."""
+    if args.task in data.SOURCES:
+        return search_task if data.SOURCES[args.task].kind == "search" else math_task
+    return (
+        math_task if args.task == "tiny_math" or args.task.startswith(GYM) or args.task_kind == "math" else search_task
+    )
+
+
+@functools.cache  # of several benchmarks one sandbox is enough
+def python_tool(timeout, unsafe):
+    return Python(timeout, unsafe)
 
 
 def refuse_unlearned(args, mathematics):
@@ -251,8 +315,13 @@ def math_task(args, whole):
         raise SystemExit(
             f"--corpus and --retriever: --task {args.task} is answered by computing, there is nothing to search in."
         )
-    family = MathQA
-    if args.task == "tiny_math":
+    family, python = MathQA, functools.partial(python_tool, args.tool_timeout, args.unsafe_python)
+    if args.task in data.SOURCES:
+        found = data.load(args.task, args.eval_questions, False, whole)
+        family = {"math": MathQA, "choice": ChoiceQA, "code": CodeQA}[found.kind]
+        family = functools.partial(family, python()) if family is CodeQA else family
+        parts = found.train, found.held_out, found.test
+    elif args.task == "tiny_math":
         if whole:
             raise SystemExit("--task tiny_math is no test set: it has questions to train on, and others to test on.")
         train, held_out = (
@@ -266,11 +335,11 @@ def math_task(args, whole):
             raise SystemExit(f"--task {args.task} is no test set: it has questions to train on, and others to test on.")
         family, *parts = gym_questions(args)
     else:
-        if not importlib.util.find_spec("math_verify"):
-            raise SystemExit("--task_kind math: math-verify is not installed: make setup")
         questions = read_questions(args.task, normal=words)
         parts = ([], [], questions) if whole else split(questions, args.eval_questions, key=words)
-    return family, Python(args.tool_timeout, args.unsafe_python), *parts
+    if family is MathQA and not importlib.util.find_spec("math_verify"):
+        raise SystemExit(f"--task {args.task}: math-verify, which compares formulas, is not installed: make setup")
+    return family, python() if args.tools == "on" else None, *parts
 
 
 def gym_questions(args):
@@ -318,10 +387,19 @@ def gym_questions(args):
 
 
 def search_task(args, whole):
-    """(SearchQA, its tool, train, held_out, test): `tiny_search`, or a JSONL file of questions with --corpus or --retriever."""
+    """(SearchQA, its tool, train, held_out, test): a data set, `tiny_search`, or a JSONL file of questions; with --corpus, --retriever or
+    documents of their own to search in."""
     if args.corpus and args.retriever:
         raise SystemExit("--corpus and --retriever: one of them, there is one place to search in.")
-    if args.task == "tiny_search":
+    given = args.corpus or args.retriever or args.tools == "off"
+    if args.task in data.SOURCES:
+        found = data.load(args.task, args.eval_questions, not given, whole)
+        if not given and found.documents is None:
+            raise SystemExit(
+                f"--task {args.task}: its answers are looked up in Wikipedia, which it does not bring along. {WIKIPEDIA}"
+            )
+        documents, parts = found.documents or args.corpus, (found.train, found.held_out, found.test)
+    elif args.task == "tiny_search":
         if whole:
             raise SystemExit("--task tiny_search is no test set: it has questions to train on, and others to test on.")
         documents, *parts = tiny.search_world()
@@ -331,7 +409,7 @@ def search_task(args, whole):
         half = len(held_out) // 2
         parts = train, held_out[:half][: args.eval_questions], held_out[half:]
     elif args.task.endswith(".jsonl") or (args.task and Path(args.task).exists()):
-        if not (args.corpus or args.retriever):
+        if not given:
             raise SystemExit(
                 f"--task {args.task} needs something to search in: --corpus documents.jsonl (lines of id, title and text), or "
                 "--retriever http://host:port/retrieve (a server). Mathematics: --task_kind math."
@@ -340,6 +418,11 @@ def search_task(args, whole):
         parts = ([], [], questions) if whole else split(questions, args.eval_questions)
     else:
         raise SystemExit(f"--task {args.task or '(none)'}: give {KINDS}.")
+    if args.tools == "off":
+        return SearchQA, None, *parts
+    if args.retriever.startswith("llm:"):
+        steps = getattr(args, "steps", 1)  # eval.py has none, and asks as at the start
+        return SearchQA, Simulator(args.retriever, args.topk, args.tool_timeout, steps, args.seed), *parts
     if args.retriever:
         return SearchQA, Retriever(args.retriever, args.topk, timeout=args.tool_timeout), *parts
     try:
@@ -378,11 +461,17 @@ def check_lengths(task, args):
     questions = task.train + task.held_out + task.test
 
     def place(question):
-        return f"{args.task}, line {question.info['line']}" if "line" in question.info else f"question {question.id}"
+        return (
+            f"{args.task}, line {question.info['line']}"
+            if "line" in question.info
+            else f"{args.task}, question {question.id}"
+        )
 
     for question in questions:
         answers = [
-            f"<answer> {gold} </answer>" for gold in question.golds if normalise(gold) or question.golds == [gold]
+            f"<answer> {gold} </answer>" if args.answer == "tags" else f"\\boxed{{{gold}}}"
+            for gold in question.golds
+            if normalise(gold) or question.golds == [gold]
         ]
         if (
             not answers or min(len(answer.encode()) for answer in answers) <= args.max_turn_tokens
@@ -392,12 +481,12 @@ def check_lengths(task, args):
         if shortest > args.max_turn_tokens:
             raise SystemExit(
                 f"{place(question)}: its shortest answer takes {shortest} tokens, its tags included, and --max_turn_tokens is "
-                f"{args.max_turn_tokens}: raise --max_turn_tokens or remove the line."
+                f"{args.max_turn_tokens}: raise --max_turn_tokens{' or remove the line' * ('line' in question.info)}."
             )
     for question in heapq.nlargest(48, questions, key=lambda q: len(q.text)):
         tokens = len(task.prompt_ids(question))
         if tokens >= args.max_context:
             raise SystemExit(
                 f"{place(question)}: its prompt takes {tokens} tokens, and --max_context is {args.max_context}: raise "
-                "--max_context or remove the line."
+                f"--max_context{' or remove the line' * ('line' in question.info)}."
             )

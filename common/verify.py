@@ -26,7 +26,7 @@ SECONDS = 5.0  # for one comparison
 START = 60.0  # for the process to start: it loads sympy
 MEMORY = 2 * 2**30  # bytes of its address space
 LONGEST = 1000  # characters of an answer that are looked at
-SPACES = re.compile(r"\\[,;:!\s]|\\q?quad\b|~")
+SPACES = re.compile(r"(?<!\\)\\[,;:!\s]|\\q?quad\b|~")
 WRAPPED = re.compile(r"\\(?:left|right|displaystyle)\b|\\[()\[\]]")
 NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
 VALUE = re.compile(
@@ -52,7 +52,7 @@ def equal(answer, golds):
     golds = [gold for gold in map(plain, golds) if gold]
     if not answer or len(answer) > LONGEST:
         return False
-    if answer in golds:
+    if caseless(answer) in map(caseless, golds):
         return True
     value, unsettled = exact(answer), []
     for gold in golds:
@@ -67,9 +67,14 @@ def equal(answer, golds):
 
 def formula(text):
     """Whether a text is one formula that can be computed, and not a sentence, several formulas, or a tower of powers."""
-    bare = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\s*\{[^{}]*\}", "", text)
+    bare = re.sub(r"\\(?:text|mbox|mathrm|textbf|mathbf|begin|end)\s*\{[^{}]*\}", "", text)
     towers = len(re.findall(r"\^|\*\*", bare)) > 1 and re.search(r"(?:\^|\*\*)\s*[{(]?[^{}()^*]*(?:\^|\*\*)", bare)
     return not (towers or SENTENCE.search(bare) or bare.count("$") > 2 or re.search(r"[-+*/^_=]\s*\$?$", bare))
+
+
+def caseless(text):
+    """A word without its case, which matters in formulas only."""
+    return text.casefold() if SENTENCE.search(text) and "\\" not in text else text
 
 
 def plain(text):
@@ -89,7 +94,7 @@ def plain(text):
     if text.count("$") == 2:  # one formula, perhaps in a sentence that does not say the contrary
         before, inner, after = text.split("$")
         text = text if re.search(r"\b(?:not|no|nor|or|never|neither)\b|n't", before + after) else inner
-    text = re.sub(r"^\\text\s*\{([^{}]*)\}$", r"\1", text.strip())
+    text = re.sub(r"^\\(?:text|mbox)\s*\{([^{}]*)\}$", r"\1", text.strip())
     text = re.sub(r"^\\?[a-zA-Z]\w?\s*=(?!=)\s*", "", text)  # x = 5
     while text[:1] + text[-1:] in ("()", "{}") and VALUE.fullmatch(text[1:-1].strip()):
         text = text[1:-1].strip()
@@ -98,7 +103,7 @@ def plain(text):
 
 def exact(text):
     """(values, unit) of a text that is one number, else None; values has two entries for a percentage."""
-    text = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}", r" \1", text)
+    text = re.sub(r"\\(?:text|mbox|mathrm|textbf|mathbf)\s*\{([^{}]*)\}", r" \1", text)
     text = re.sub(r"\\[dt]?frac\s*(?:\{\s*([\d.]+)\s*\}|(\d))\s*(?:\{\s*([\d.]+)\s*\}|(\d))", r" \1\2/\3\4", text)
     text = re.sub(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree", "°", text).replace("\\%", "%").replace("percent", "%")
     found = VALUE.fullmatch(re.sub(r"^([+-]?)\s*\\?[$€£]", r"\1", text.strip()).strip())

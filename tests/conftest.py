@@ -25,6 +25,7 @@ def pytest_collection_modifyitems(items):
                 "test_checkpoint.py",
                 "test_context.py",
                 "test_rtpo.py",
+                "test_data_runs.py",
             ):
                 item.add_marker(pytest.mark.skip(reason="written for vLLM's CPU build in float32"))
 

@@ -106,7 +106,7 @@ TABLE = [
     ),
     (DATA + " --adapter gone", "--adapter gone: no adapter_config.json there"),
     (DATA + " --resume", "--resume: no run in out/.* Start it without --resume"),
-    ("", "--task is missing"),
+    ("--task=", "--task is missing"),
 ]
 
 

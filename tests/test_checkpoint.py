@@ -163,7 +163,7 @@ def test_other_data_are_refused(tmp_path):
     made = make(tmp_path)
     made.task.fingerprint = "a"
     steps(made, 0, 1)
-    with pytest.raises(SystemExit, match="questions or corpus are not those"):
+    with pytest.raises(SystemExit, match="questions, corpus or Python .* are not those"):
         make(tmp_path, resume=True)
 
 

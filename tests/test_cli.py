@@ -77,7 +77,7 @@ def test_presets_set_shared_fields_only():
         ("--task tiny_search --out nowhere --resume", "no run in nowhere"),
         ("--task tiny_search --eval_questions 0", "--eval_questions"),
         ("--task tiny_search --tensorboard", ""),
-        ("", "--task is missing"),
+        ("--task=", "--task is missing"),
     ],
 )
 def test_what_is_known_to_be_wrong_is_said_at_once(words, message, monkeypatch):
@@ -172,4 +172,7 @@ def test_a_resumed_run_takes_its_arguments_from_the_run_and_refuses_those_that_m
 
 def test_what_may_change_and_what_is_limited_are_arguments():
     fields = {f.name for f in dataclasses.fields(train_grpo.Args)}
-    assert set(run.MAY_CHANGE) <= fields and {name for name, *_ in run.LIMITS} <= fields | {"samples"}  # eval.py's
+    assert set(run.MAY_CHANGE) <= fields and {name for name, *_ in run.LIMITS} <= fields | {
+        "samples",
+        "top_p",
+    }  # eval.py's

@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("train_tspo.py", "train_gtpo.py", "train_rtpo.py")
 ALGORITHM = "    # ---- algorithm\n"
 OWN_WORDS = (
+    "task",
+    "resume",
     "adapter",
     "limit",
     "out",
@@ -89,7 +91,7 @@ def fixed_page(page, name):
 
 def argument(source, name):
     """The text of one argument: its line and its docstring."""
-    return re.search(rf'    {name}: .*\n    """.*"""\n', source)[0]
+    return re.search(rf'    {name}: .*\n    """(?s:.*?)"""\n', source)[0]
 
 
 def arguments(source):

@@ -8,7 +8,7 @@ import commands
 import pytest
 
 import eval as evaluation
-from common import stats
+from common import benchmark, stats
 from common.turns import Trajectory, Turn
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,7 +72,7 @@ def test_a_difference_is_paired_by_question():
 
 def test_the_figures_of_a_trajectory():
     turns = [Turn([1], [2, 3], [0, 0], tool_status=status) for status in ("ok", "timeout", "invalid", None)]
-    figures = evaluation.measure(Trajectory(turns, outcome=1.0, stop="answer", info={"f1": 1.0}))
+    figures = benchmark.measure(Trajectory(turns, outcome=1.0, stop="answer", info={"f1": 1.0}))
     assert (figures["turns"], figures["tool_calls"], figures["tool_used"], figures["tokens"]) == (4, 2, 1, 8)
     assert (figures["em"], figures["f1"]) == (1, 1)
     assert {k for k, v in figures.items() if k.startswith("stop_") and v} == {"stop_answer"}
@@ -92,9 +92,7 @@ def test_the_table_has_a_row_for_each_figure_and_endings_only_where_there_were_s
 def test_help_is_quick_and_shows_no_flag_that_only_training_needs():
     done = commands.command("-X", "importtime", "eval.py", "--help")
     assert "--samples" in done.stdout and "--adapter" in done.stdout
-    assert not any(
-        f"--{name}" in done.stdout for name in ("lr", "optim", "group", "lora_rank", "sleep", "steps", "resume")
-    )
+    assert not any(f"--{name}" in done.stdout for name in ("lr", "optim", "group", "lora_rank", "sleep", "steps"))
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
     assert not imported & {"torch", "vllm", "transformers", "peft"}
 
@@ -107,7 +105,7 @@ def test_shared_fields_have_the_defaults_of_training():
     ours = {f.name: f.default for f in dataclasses.fields(evaluation.Args)}
     theirs = {f.name: f.default for f in dataclasses.fields(train_grpo.Args)}
     assert {k: v for k, v in ours.items() if k in theirs} == {k: v for k, v in theirs.items() if k in ours}
-    assert set(ours) - set(theirs) == {"systems", "split", "samples"}
+    assert set(ours) - set(theirs) == {"systems", "split", "samples", "decoding", "top_p"}
     source = (ROOT / "eval.py").read_text()
     for name in ours:
         place = source.index(f"    {name}: ")

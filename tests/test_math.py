@@ -182,7 +182,7 @@ def test_the_embedded_task_has_three_parts(make_args):
     other = tasks.load(make_args(task="tiny_math", limit=51, unsafe_python=True))
     assert other.fingerprint != task.fingerprint
     with pytest.raises(SystemExit, match="tiny_math is no test set"):
-        tasks.load(make_args(task="tiny_math", unsafe_python=True), whole=True)
+        tasks.load(make_args(task="tiny_math", unsafe_python=True), use="all")
 
 
 def test_a_file_of_problems_needs_nothing_to_search_in(tmp_path, make_args):
@@ -197,7 +197,7 @@ def test_a_file_of_problems_needs_nothing_to_search_in(tmp_path, make_args):
     task = tasks.load(make_args(**given))
     assert len(task.train) + len(task.held_out) + len(task.test) == 72  # a sign tells two questions apart
     assert task.score("2/2", Question("q", "", ["1.0"])) == (1.0, {})
-    assert len(tasks.load(make_args(**given), whole=True).test) == 72
+    assert len(tasks.load(make_args(**given), use="all").test) == 72
     for more in (dict(corpus="c.jsonl"), dict(retriever="http://x")):
         with pytest.raises(SystemExit, match="nothing to search in"):
             tasks.load(make_args(**given, **more))
@@ -254,3 +254,62 @@ def test_a_data_set_that_may_run_an_answer_as_code_to_score_it_is_refused_outsid
             gym(make_args, name, unsafe_python=False)
     task = gym(make_args, "n_queens", max_turn_tokens=256)
     assert task.score("exit(3)", task.train[0]) == (0.0, {})  # and does not end the run
+
+
+# ---- benchmarks of another kind
+
+
+def of_kind(family, make_args, question, *more):
+    args = make_args(task="x", tools="off")
+    return family(*more, args, scripted.TOKENIZER, None, [], [], [question])
+
+
+@pytest.mark.parametrize(
+    "answer, right",
+    [
+        *(
+            (answer, 1.0)
+            for answer in (
+                "B",
+                "b",
+                "(B)",
+                "B)",
+                "B) Mars",
+                "B. Mars",
+                "Answer: B",
+                "option B",
+                r"\boxed{B}",
+                r"\text{B}",
+            )
+        ),
+        *((answer, 0.0) for answer in ("A", "", None, "Mars", "Bright", "A or B", "be")),
+    ],
+)
+def test_an_option_is_named_by_its_letter(make_args, answer, right):
+    question = Question("1", "Which planet is red?\nA) Venus\nB) Mars", ["B"])
+    assert of_kind(tasks.ChoiceQA, make_args, question).score(answer, question) == (right, {})
+
+
+PROMPT = 'import math\n\n\ndef half(n):\n    """The half of n, rounded down."""\n'
+TESTED = "def check(candidate):\n    assert candidate(5) == 2\n    assert candidate(0) == math.floor(0)\n"
+
+
+@pytest.mark.parametrize(
+    "answer, right",
+    [
+        ("def half(n):\n    return n // 2", 1.0),
+        ("```python\nfrom os import path\n\ndef half(n):\n    return n // 2\n```", 1.0),
+        ("return n // 2", 1.0),  # what follows the question's text
+        ("def half(n):\n    return n / 2", 0.0),
+        ("def half(n):\n    return n // ", 0.0),
+        ("def half(n):\n    raise SystemExit", 0.0),  # the process ends as after success
+        ("import os\nos._exit(0)", 0.0),
+        ("def check(f):\n    pass\ndef half(n):\n    while True: pass", 0.0),
+        ("", 0.0),
+        (None, 0.0),
+    ],
+)
+def test_a_function_is_right_when_the_tests_of_its_question_pass(make_args, answer, right):
+    question = Question("HumanEval/0", PROMPT, [], info={"prompt": PROMPT, "entry_point": "half", "test": TESTED})
+    task = of_kind(tasks.CodeQA, make_args, question, tasks.python_tool(2.0, False))
+    assert task.score(answer, question) == (right, {})

@@ -283,3 +283,56 @@ def test_a_template_with_other_habits_than_the_context_is_reported_in_a_line(tem
     monkeypatch.setattr(run, "rank", lambda: 1)
     chat(getattr(templates, template), context=context)
     assert len(lines) == (words is not None)
+
+
+# ---- boxed answers, and no tool
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        (r"So it is \boxed{42}.", "42"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"first \boxed{1}, no, \boxed {2}", "2"),
+        (r"\boxed{1} and then \boxed{2", "1"),  # the last one is not closed
+        (r"<think> perhaps \boxed{1} </think> \boxed{2}", "2"),
+        (r"perhaps \boxed{1} </think> nothing else", None),  # thinking that the prompt has opened
+        (r"\boxed{}", None),
+        ("<answer> 42 </answer>", None),
+    ],
+)
+def test_what_is_a_boxed_answer(text, answer):
+    expected = Action(None, answer) if answer else None
+    assert tags("python", answer="boxed").parse(text) == tags(None, answer="boxed").parse(text) == expected
+    assert chat(templates.KEEPS, "python", answer="boxed").parse(text) == expected
+
+
+def test_a_call_comes_before_a_boxed_answer():
+    text = r"<python> print(6 * 7) </python>"
+    assert tags("python", answer="boxed").parse(rf"I guess \boxed{{41}} {text}") == Action("python", "print(6 * 7)")
+    call = called("python", code="6 * 7")
+    assert chat(templates.KEEPS, "python", answer="boxed").parse(rf"\boxed{{41}} {call}") == Action("python", "6 * 7")
+
+
+def test_boxed_answers_end_with_the_message_and_the_prompt_asks_for_them():
+    made = [tags("python", answer="boxed"), tags(None, answer="boxed"), chat(templates.KEEPS, "python", answer="boxed")]
+    for one in made:
+        text = one.tokenizer.decode(one.prompt_ids("What is 3 + 4?"))
+        assert r"write it inside \boxed{}" in text and "answer>" not in text and "</answer>" not in one.stop
+        assert r"\boxed{answer}" in one.invalid_message
+    assert made[0].stop == ["</python>", "<output>"] and made[1].stop == []
+
+
+def test_without_a_tool_none_is_spoken_of_and_no_call_is_read():
+    alone = tags(None)
+    text = alone.tokenizer.decode(alone.prompt_ids("What is 3 + 4?"))
+    assert not any(word in text for word in ("python", "search", "look up", "compute", "tool", "Call"))
+    assert alone.stop == ["</answer>"] and "<think>" in text
+    assert alone.parse("<python> 1 </python>") is None and alone.parse("<answer> 7 </answer>") == Action(None, "7")
+    shown, ids = alone.observation(alone.invalid_message, None)
+    assert alone.tokenizer.decode(ids).strip() == alone.invalid_message
+    with pytest.raises(SystemExit, match="--tools off goes with --protocol tags"):
+        chat(templates.KEEPS, None)
+    for words, tool in (({}, None), ({"answer": "boxed"}, "search")):
+        with pytest.raises(SystemExit, match="--shots: the worked examples search, and answer in tags"):
+            Tags(train_grpo.Args(**words), models.tokenizer(), tool, ("an example",))

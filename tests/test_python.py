@@ -408,3 +408,30 @@ def test_without_a_sandbox_it_refuses_to_start(monkeypatch):
     text = str(stop.value)
     assert "bubblewrap: not installed" in text and "pydantic-monty" in text and "--unsafe_python" in text
     assert "\n" not in text
+
+
+def test_an_error_that_only_looks_like_a_limit_of_the_interpreter_is_an_error():
+    tool = made("pydantic-monty")
+    for words, status in (("limit exceeded", "error"), ("no limit", "error")):
+        with pytest.raises(Failed, match="TimeoutError") as failed:
+            tool(f"raise TimeoutError({words!r})")
+        assert (failed.value.status, failed.value.lost) == (status, False)
+    tool.backend.close()
+
+
+def test_the_limit_on_time_is_part_of_what_a_run_goes_on_with():
+    tools = [Python(timeout, unsafe=True) for timeout in (10.0, 10.0, 11.0)]
+    prints = [tool.fingerprint for tool in tools]
+    for tool in tools:
+        tool.backend.close()
+    assert prints[0] == prints[1] != prints[2]
+
+
+def test_a_killed_server_without_a_sandbox_leaves_no_folder():
+    tool = Python(10.0, unsafe=True)
+    folder = Path(tool.backend.folder)
+    assert folder.exists() and tool("open('kept', 'w').write('x')") == "1\n"
+    tool.backend.process.kill()
+    tool.backend.process.wait()
+    tool.backend.close()
+    assert not folder.exists()

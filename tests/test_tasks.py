@@ -270,10 +270,10 @@ def test_the_embedded_task_has_three_parts(make_args):
 
 def test_a_file_that_is_a_test_set_is_taken_whole(files, make_args):
     task, corpus = files
-    made = tasks.load(make_args(task=task, corpus=corpus), whole=True)
+    made = tasks.load(make_args(task=task, corpus=corpus), use="all")
     assert (made.train, made.held_out) == ([], []) and [q.id for q in made.test] == [f"line-{i}" for i in range(1, 13)]
     with pytest.raises(SystemExit, match="tiny_search is no test set"):
-        tasks.load(make_args(task="tiny_search"), whole=True)
+        tasks.load(make_args(task="tiny_search"), use="all")
 
 
 def test_a_task_without_its_files_is_refused_with_a_way_out(files, tmp_path, make_args):
@@ -287,7 +287,7 @@ def test_a_task_without_its_files_is_refused_with_a_way_out(files, tmp_path, mak
         (dict(task=task, corpus=str(tmp_path)), "--corpus: .*directory"),
         (dict(task=task, corpus=bad), "--corpus: .*line 2"),
         (dict(task=task, corpus=write(tmp_path / "empty.jsonl")), "--corpus: .*empty"),
-        (dict(task="nq"), "tiny_search .*--corpus .*--retriever"),
+        (dict(task="nosuch"), "hotpotqa.*tiny_search .*--corpus .*--retriever"),
     ):
         with pytest.raises(SystemExit, match=words) as stopped:
             tasks.load(make_args(**given))

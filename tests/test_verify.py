@@ -242,3 +242,75 @@ def test_what_only_looks_like_the_gold_is_wrong(answer, gold):
 )
 def test_what_only_looks_otherwise_is_right(answer, gold):
     assert verify.equal(answer, [gold])
+
+
+AS_DATA_SETS_HAVE_IT = [  # golds in the forms of GSM8K, MATH, AIME, AMC, SVAMP and OlympiadBench
+    ("25", "025", True),
+    ("27", "27.0", True),
+    ("2000", "2,000", True),
+    ("10000", "10,\\!000", True),
+    ("32348", "\\$32,\\!348", True),
+    ("10", "10\\%", True),
+    ("0.25", "25\\%", True),
+    ("25%", "\\frac{1}{4}", True),
+    ("−1/2", "-\\frac12", True),
+    ("\\frac{2}{-3}", "\\frac{-2}{3}", True),
+    ("\\frac 1 2", "\\frac{1}{2}", True),
+    ("\\frac{10}{20}", "$\\frac{1}{2}$", True),
+    ("4.6667", "\\frac{14}{3}", False),
+    ("half", "\\frac{1}{2}", False),
+    ("five", "5", False),
+    ("1/2 cup", "0.5", True),
+    ("12", "12\\text{ square units}", True),
+    ("90", "90^\\circ", True),
+    ("12\u00a0cm", "12\\text{ cm}", True),  # a space that does not break a line
+    ("12 cm", "120 mm", False),
+    ("3:00 pm", "3", False),
+    ("sqrt(117)", "3\\sqrt{13}", True),
+    ("11\\sqrt2", "11\\sqrt{2}", True),
+    ("\\boxed{\\frac{\\sqrt{3}}{2^{10}}}", "\\frac{\\sqrt{3}}{1024}", True),
+    ("So \\boxed{\\left\\{1, 2\\right\\}}", "\\{2,1\\}", True),
+    ("\\boxed{\\text{no}}", "no", True),
+    ("\\boxed{1} or \\boxed{2}", "1", False),
+    ("\\fbox{5}", "5", True),
+    ("\\boxed 5", "5", True),
+    ("-5i+6", "6 - 5i", True),
+    ("q-p", "p - q", False),
+    ("x^3 - 6 + 3x", "x^3 + 3x - 6", True),
+    ("y = 3x+2", "y=2x+3", False),
+    ("(3, \\frac{\\pi}{2})", "\\left( 3, \\frac{\\pi}{2} \\right)", True),
+    ("(2,5)", "[2,5)", False),
+    ("x \\in [2,5)", "[2,5)", True),
+    ("(-\\infty, 3]", "(-\\infty,3]", True),
+    ("2516_8", "2516_8", True),
+    ("Evelyn", "\\text{Evelyn}", True),
+    ("Ada", "\\text{Evelyn}", False),
+    ("(C)", "\\text{(C)}", True),
+    ("1,-2", "1, -2", True),  # all of several values
+    ("1", "1, -2", False),
+    ("B", "A", False),
+]
+
+
+@pytest.mark.parametrize("answer, gold, right", AS_DATA_SETS_HAVE_IT)
+def test_golds_as_the_data_sets_write_them(answer, gold, right):
+    assert verify.equal(answer, [gold]) is right
+
+
+@pytest.mark.parametrize("answer", ["", " ", "\\boxed{}", "\\boxed{ }", "\\text{}", "."])
+def test_an_answer_that_holds_nothing_is_wrong_even_beside_such_a_gold(answer):
+    assert not verify.equal(answer, ["5", "", answer])
+
+
+@pytest.mark.parametrize(
+    "answer, gold, right",
+    [
+        (r"\begin{pmatrix} -1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}-1\\2\end{pmatrix}", True),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}-1\\2\end{pmatrix}", False),
+        ("864 inches^2", r"864 \mbox{ inches}^2", True),
+        ("evelyn", r"\text{Evelyn}", True),
+        ("evelyn", r"\mbox{Karla}", False),
+    ],
+)
+def test_matrices_boxes_of_text_and_names_are_what_golds_of_math_have(answer, gold, right):
+    assert verify.equal(answer, [gold]) is right

@@ -1,10 +1,12 @@
 """Retrieval for search agents: BM25 in the trainer's process over a JSONL corpus, or a retrieval server.
 
-A corpus is a file of one JSON object a line, {"id", "title", "text"}. The index (bm25s) is built once and cached on disk under
-a hash of the corpus' content, so a changed file is indexed anew and an unchanged one is loaded in milliseconds.
+A corpus is a file of one JSON object a line, {"id", "title", "text"}, or {"id", "contents"} with the title on the first line of the
+contents. The index (bm25s) is built once and cached on disk under a hash of the corpus' content, so a changed file is indexed anew
+and an unchanged one is loaded in milliseconds.
 Search reads and never writes: it is deterministic, has no state between calls, and may be called from several threads.
 
 Retriever asks a server that speaks Search-R1's protocol. Both give the agent the same text for the same documents.
+tools/serve.py is such a server (python -m tools.search serve --help), tools/simulate.py a search engine played by a language model.
 """
 
 import codecs
@@ -14,6 +16,7 @@ import json
 import queue
 import re
 import shutil
+import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -27,6 +30,7 @@ BATCH = 256  # queries a request takes at most
 PATIENCE = 120.0  # seconds a retrieval server may stay away before the run ends
 REJECTED = 8  # queries in a row that fail before a server that answers its probe is given up
 STARTING = (1.0, 2.0)  # seconds between the attempts to reach it at the start of a run
+LONG = 50_000  # documents of a corpus whose indexing shows a progress bar
 PROBE = "Which town is the home of the person?"
 RESULTS = '{"result": [[{"document": {"id": ..., "contents": "title\\ntext"}, "score": ...}, ...], ...]}, a list for each query'
 
@@ -48,15 +52,21 @@ def documents_in(text):
 
 def read_corpus(path):
     """documents: list of {"id", "title", "text"}. Raises ValueError naming file and line of the first malformed one."""
-    documents, ids = [], set()
+    return [document for _, document in scan(path)]
+
+
+def scan(path):
+    """Yields (byte at which its line starts, document) for each document of a file. Raises ValueError as read_corpus does."""
+    ids, start = set(), 0
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
+            place, start = start, start + len(line)
+            if number == 1 and line.startswith(codecs.BOM_UTF8):
+                place, line = len(codecs.BOM_UTF8), line.removeprefix(codecs.BOM_UTF8)
             if not line.strip():
                 continue
             try:
-                document = _checked(json.loads(line.decode("utf-8")))
+                document = read_document(line)
                 if document["id"] in ids:
                     raise ValueError(f"id {document['id']} occurs twice")
             except UnicodeDecodeError:
@@ -64,15 +74,20 @@ def read_corpus(path):
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: not a document of id, title and text ({error})") from None
             ids.add(document["id"])
-            documents.append(document)
-    if not documents:
+            yield place, document
+    if not ids:
         raise ValueError(f"{path}: the corpus is empty")
-    return documents
 
 
-def _checked(item):
+def read_document(line):
+    """{"id", "title", "text"} of one line (bytes) of a corpus. Raises ValueError saying what is wrong with it."""
+    item = json.loads(line.decode("utf-8"))
     if not isinstance(item, dict):
         raise ValueError("not a JSON object")
+    if "contents" in item and "text" not in item:
+        if not isinstance(item["contents"], str):
+            raise ValueError(f"contents is {json.dumps(item['contents'])[:40]}, not a string")
+        item = {"id": item.get("id")} | _document({"contents": item["contents"]})
     document = {}
     for key in ("id", "title", "text"):
         if key not in item:
@@ -86,45 +101,67 @@ def _checked(item):
     return document
 
 
+def fingerprint(documents):
+    """A hash of what documents hold and of who indexes them."""
+    import bm25s
+
+    content = hashlib.sha256(bm25s.__version__.encode())
+    for document in documents:  # one by one: the whole as one text would need the corpus' memory again
+        content.update(json.dumps(document).encode())
+    return content.hexdigest()[:16]
+
+
 class Search:
-    """The `topk` best documents of a corpus (a path, or a list of documents) for a query, as the text between the information tags."""
+    """The `topk` best documents of a corpus for a query, as the text between the information tags.
+
+    corpus: a path, a list of documents, or a serve.Corpus. backend "numba" is faster on a large corpus and takes seconds to start;
+    it may put documents of equal score in another order.
+    """
 
     name = "search"
 
-    def __init__(self, corpus, topk):
+    def __init__(self, corpus, topk, backend="numpy"):
         import bm25s
         import Stemmer
 
-        self.documents = corpus if isinstance(corpus, list) else read_corpus(corpus)
+        self.documents = read_corpus(corpus) if isinstance(corpus, (str, Path)) else corpus
         self.topk = min(topk, len(self.documents))
         self.bm25s, self.new_stemmer = bm25s, Stemmer.Stemmer
-        content = hashlib.sha256(bm25s.__version__.encode())
-        for document in self.documents:  # one by one: the whole as one text would need the corpus' memory again
-            content.update(json.dumps(document).encode())
-        self.fingerprint = content.hexdigest()[:16]
+        self.fingerprint = getattr(self.documents, "fingerprint", None) or fingerprint(self.documents)
         index = run.cache_dir() / "bm25" / self.fingerprint
         with run.locked(index):
             if not index.exists():
-                tokens = self._tokenize([f"{d['title']} {d['text']}" for d in self.documents])
+                long = len(self.documents) > LONG
+                tokens = self._tokenize([f"{d['title']} {d['text']}" for d in self.documents], show_progress=long)
                 if not any(tokens.ids):
                     raise ValueError("the corpus holds no word to search for")
                 built = bm25s.BM25()
-                built.index(tokens, show_progress=len(self.documents) > 50_000)
+                built.index(tokens, show_progress=long)
                 beside = Path(f"{index}.new")
                 shutil.rmtree(beside, ignore_errors=True)
                 built.save(beside)
                 beside.rename(index)  # whole or not at all
         self.index = bm25s.BM25.load(index, mmap=True)
+        self.index.backend = backend
 
-    def _tokenize(self, texts):
+    def _tokenize(self, texts, show_progress=False):
         # A stemmer must not be shared by threads; making one takes microseconds.
-        return self.bm25s.tokenize(texts, stopwords="en", stemmer=self.new_stemmer("english"), show_progress=False)
+        stemmer = self.new_stemmer("english")
+        return self.bm25s.tokenize(texts, stopwords="en", stemmer=stemmer, show_progress=show_progress)
+
+    def find_all(self, queries, topk):
+        """A list of at most topk (document, score) for each query, the best first; a query without a known word finds none."""
+        if not queries:
+            return []
+        topk, tokens = min(topk, len(self.documents)), self._tokenize(queries)
+        places, scores = self.index.retrieve(tokens, k=topk, show_progress=False, n_threads=0)
+        return [
+            [(self.documents[i], float(score)) for i, score in zip(*one) if score > 0] for one in zip(places, scores)
+        ]
 
     def find(self, query):
-        """query -> documents, the best first; a query without a known word finds none."""
-        tokens = self._tokenize([query])
-        places, scores = self.index.retrieve(tokens, k=self.topk, show_progress=False, n_threads=0)
-        return [self.documents[i] for i, score in zip(places[0], scores[0]) if score > 0]
+        """query -> documents, the best first."""
+        return [document for document, _ in self.find_all([query], self.topk)[0]]
 
     def __call__(self, query, earlier=()):
         """earlier calls do not matter: a search depends on its query alone."""
@@ -157,12 +194,19 @@ class Retriever:
 
     name = "search"
     keeps_time = True  # a limit around a call would give it up while it waits for the server to come back
+    probed = PROBE  # what is asked to see whether the server answers
+    expected = RESULTS
+    listens = "Search-R1's server listens at /retrieve."
+    slow = "Has it loaded its index?"
 
     def __init__(self, address, topk, timeout, patience=PATIENCE):
         import requests
 
         self.address, self.topk, self.timeout, self.patience = _whole(address), topk, timeout, patience
-        self.session = requests.Session()  # keeps its connection; used by the probe, and then by the sender alone
+        # Keeps its connections: the probe uses one and then the sender, and a simulate.Simulator one for each caller.
+        self.session = requests.Session()
+        for scheme in ("http://", "https://"):
+            self.session.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=BATCH))
         if _is_here(urlsplit(self.address).hostname):
             self.session.trust_env = False  # no proxy of the environment on the way to this machine
         self.waiting, self.sender, self.lock = queue.SimpleQueue(), None, threading.Lock()
@@ -187,10 +231,10 @@ class Retriever:
         """Ask one real query. Raises SystemExit: a tool that cannot work must not teach the policy to do without it."""
         for pause in (*STARTING, None):
             try:
-                found = self._request([PROBE])
+                found = self._request([self.probed])
             except _NoResults as error:
                 if pause is None or not isinstance(error, _NoServer):
-                    sent = json.dumps(self._body([PROBE]))
+                    sent = _short(json.dumps(self._body([self.probed])))
                     raise SystemExit(
                         f"--retriever {self.address}: sent {sent} and got {error}. {error.advice}"
                     ) from None
@@ -223,7 +267,7 @@ class Retriever:
             except _NoResults as failure:
                 error = failure
             else:
-                self.rejected.clear()
+                self.rejected = []
                 for (_, answer), text in zip(calls, texts):
                     answer.set_result(text)
                 return
@@ -244,60 +288,71 @@ class Retriever:
 
     def _reject(self, answer, error):
         """The server is well and this query fails. Raises Lost when it is so with every query, for longer than `patience`."""
-        self.rejected.append(time.monotonic())
-        if len(self.rejected) >= REJECTED and self.rejected[-1] - self.rejected[0] > self.patience:
-            self.lost = f"the retriever {self.address} answers its probe, and none of the last {len(self.rejected)} queries: {error}"
+        self.rejected = rejected = [*self.rejected, time.monotonic()]
+        if len(rejected) >= REJECTED and rejected[-1] - rejected[0] > self.patience:
+            self.lost = (
+                f"the retriever {self.address} answers its probe, and none of the last {len(rejected)} queries: {error}"
+            )
             raise Lost(self.lost)
         answer.set_exception(RuntimeError(f"the retriever has no results for this query: {error}"))
 
     def _body(self, queries):
         return {"queries": queries, "topk": self.topk, "return_scores": True}
 
+    def _texts(self, answer, queries):
+        """A text for each query out of an answer of the server. Raises _NoResults, or an error of Python where the shape is wrong."""
+        found = _listed(answer.json()["result"])
+        if len(found) != len(queries):
+            what = f"{len(found)} lists of documents where {len(queries)} were asked for"
+            raise _NoResults(f"{what}: {_short(answer.content)}", f"Expected is {self.expected}.")
+        return [as_text([_document(item) for item in _listed(items)[: self.topk]]) for items in found]
+
     def _request(self, queries):
         """One request -> a text for each query. Raises _NoServer or _NoResults."""
-        import requests
-
+        answer = self._exchange(self.session.post, self.address, json=self._body(queries))
         try:
-            answer = self.session.post(self.address, json=self._body(queries), timeout=self.timeout)
-        except requests.ReadTimeout:
-            raise _NoResults(
-                f"no answer within {self.timeout:g} s", "Has it loaded its index? --tool_timeout is the limit."
-            ) from None
-        except requests.RequestException as error:
-            raise _NoServer(_cause(error), "Start the server first, or check host and port.") from None
-        status, start = answer.status_code, " ".join(answer.content[:2000].decode("utf-8", "replace").split())[:200]
-        if status in (429, 502, 503, 504):  # overloaded, or a gateway whose server is away
-            raise _NoServer(f"HTTP {status}", "Is the server behind that address running?")
-        if status != 200:
-            where = "Is the path right? Search-R1's server listens at /retrieve."
-            advice = where if status in (404, 405) else "Its log should say why."
-            raise _NoResults(f"HTTP {status}: {start or '(nothing)'}", advice)
-        try:
-            found = _listed(answer.json()["result"])
-            if len(found) != len(queries):
-                what = f"{len(found)} lists of documents where {len(queries)} were asked for"
-                raise _NoResults(f"{what}: {start}", f"Expected is {RESULTS}.")
-            texts = [as_text([_document(item) for item in _listed(items)[: self.topk]]) for items in found]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            what = f"an answer of the wrong shape: {start or '(nothing)'}"
-            raise _NoResults(what, f"Expected is {RESULTS}.") from None
+            texts = self._texts(answer, queries)
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+            what = f"an answer of the wrong shape: {_short(answer.content) or '(nothing)'}"
+            raise _NoResults(what, f"Expected is {self.expected}.") from None
         if self.said:
             run.say(f"retriever {self.address}: answers again")
         self.since, self.said = None, False
         return texts
 
+    def _exchange(self, send, address, **what):
+        """send(address, ...) -> an answer with status 200. Raises _NoServer or _NoResults."""
+        import requests
+
+        try:
+            answer = send(address, timeout=self.timeout, **what)
+        except requests.ReadTimeout:
+            raise _NoResults(
+                f"no answer within {self.timeout:g} s", f"{self.slow} --tool_timeout is the limit."
+            ) from None
+        except requests.RequestException as error:
+            raise _NoServer(_cause(error), "Start the server first, or check host and port.") from None
+        status = answer.status_code
+        if status in (429, 502, 503, 504):  # overloaded, or a gateway whose server is away
+            raise _NoServer(f"HTTP {status}", "Is the server behind that address running?")
+        if status != 200:
+            advice = f"Is the path right? {self.listens}" if status in (404, 405) else "Its log should say why."
+            raise _NoResults(f"HTTP {status}: {_short(answer.content) or '(nothing)'}", advice)
+        return answer
+
     def _answers(self):
         """Whether the server answers the probe."""
         try:
-            return bool(self._request([PROBE]))
+            return bool(self._request([self.probed]))
         except _NoResults:
             return False
 
     def _wait(self, error, silent):
         """Sleep for as long as the server has been away by now: each wait is about twice the one before. Raises Lost after `patience`."""
-        now = time.monotonic()
-        self.since = now if self.since is None else self.since
-        past = now - self.since
+        now, since = time.monotonic(), self.since
+        if since is None:
+            since = self.since = now
+        past = now - since
         if past >= self.patience:
             self.lost = f"the retriever {self.address} has given no results for {past:.0f} s: {error}"
             raise Lost(self.lost)
@@ -307,7 +362,13 @@ class Retriever:
         time.sleep(min(max(past, 0.1), 2.0, self.patience - past))
 
 
-def _whole(address):
+def _short(content):
+    """The start of what was sent or answered, on one line."""
+    text = content[:2000].decode("utf-8", "replace") if isinstance(content, bytes) else content[:2000]
+    return " ".join(text.split())[:200]
+
+
+def _whole(address, path="/retrieve", given=None, example="http://127.0.0.1:8000/retrieve"):
     """The address with scheme and path. Raises SystemExit for what is none."""
     whole = address.strip() if "://" in address else f"http://{address.strip()}"
     try:
@@ -316,8 +377,8 @@ def _whole(address):
     except ValueError:  # a port that is no number
         usable = False
     if not usable:
-        raise SystemExit(f"--retriever {address}: not an address such as http://127.0.0.1:8000/retrieve.")
-    return parts._replace(path=parts.path if parts.path.strip("/") else "/retrieve").geturl()
+        raise SystemExit(f"--retriever {given or address}: not an address such as {example}.")
+    return parts._replace(path=parts.path if parts.path.strip("/") else path).geturl()
 
 
 def _is_here(host):
@@ -352,3 +413,17 @@ def _document(item):
         return {"title": "", "text": title}
     title = title.strip()
     return {"title": title[1:-1] if title[0:1] == title[-1:] == '"' else title, "text": text}
+
+
+def contents(document):
+    """A document as Search-R1's corpora and servers have it: its title in quotes, and its text from the second line on."""
+    title = document["title"].replace("\n", " ")
+    return f'"{title}"\n{document["text"]}'
+
+
+if __name__ == "__main__":
+    from tools import serve
+
+    if sys.argv[1:2] != ["serve"]:
+        raise SystemExit("python -m tools.search serve --corpus documents.jsonl: a retrieval server; --help says more.")
+    serve.main(sys.argv[2:])

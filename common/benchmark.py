@@ -1,0 +1,132 @@
+"""What eval.py reports: lists of benchmarks, decoding settings, and the figures of questions and benchmarks."""
+
+import dataclasses
+import json
+import re
+
+from common import run, stats
+from common.log import STOPS, sample
+
+SUITES = {  # what papers report together
+    "search_qa": "nq triviaqa popqa hotpotqa 2wiki musique bamboogle".split(),  # Search-R1 (arXiv:2503.09516), table 2
+    "math": "aime24 aime25 math500 amc23 gsm8k svamp olympiadbench".split(),
+}
+DECODING = {  # of the papers' evaluations, as arguments of eval.py
+    "own": {},
+    "search_r1": dict(samples=0),  # greedy. The authors' code, from memory
+    "rtpo": dict(samples=4, temperature=0.6, top_p=0.95),  # arXiv:2606.xxxxx
+}
+
+
+def names(text):
+    """--task as a list: names, files and suites, separated by commas; each once."""
+    parts = [part.strip() for part in text.split(",")]
+    return list(dict.fromkeys(name for part in parts if part for name in SUITES.get(part, [part])))
+
+
+def load(args):
+    """{name: (task, its questions)} of the benchmarks in --task. Raises SystemExit before anything heavy is loaded.
+
+    Where there are several, --corpus and --retriever concern those that search and have no documents of their own.
+    """
+    from common import data, tasks
+
+    found, several = {}, len(names(args.task)) > 1
+    for name in names(args.task):
+        of_one = dataclasses.replace(args, task=name)
+        own = name in data.SOURCES and data.SOURCES[name].paragraphs
+        if several and (own or tasks.task_maker(of_one) is not tasks.search_task):
+            of_one = dataclasses.replace(of_one, corpus="", retriever="")
+        task = tasks.load(of_one, "all" if args.split == "all" else "eval")
+        questions = (task.held_out if args.split == "dev" else task.test)[: args.limit or None]
+        if not questions:
+            raise SystemExit(f"--split {args.split}: {name} has no such questions.")
+        found[name] = task, questions
+    if not found:
+        raise SystemExit(f"--task {args.task!r}: name a data set, a file, or one of the lists {', '.join(SUITES)}.")
+    return found
+
+
+def folder_of(folder, tasks, name):
+    """Where the results of one benchmark lie: the run directory itself where there is no other."""
+    return folder if len(tasks) == 1 else folder / re.sub(r"[^\w.-]+", "-", name.removesuffix(".jsonl"))
+
+
+def evaluate(engine, task, args, questions, system, name):
+    """On rank 0: (figures, lines of samples.jsonl) of each question, in order. Every system samples with the same seeds."""
+    mine = list(enumerate(questions))[run.rank() :: run.world_size()]
+    groups = []
+    for kind, n in ("greedy", 1), ("sampled", args.samples):
+        engine.begin(0)
+        groups.append(
+            engine.rollout(task, [q for _, q in mine], n, kind == "greedy", n and f"{name}: {system}, {kind}")
+        )
+    items = []
+    for (place, question), greedy, sampled in zip(mine, *groups):
+        right = sum(trajectory.outcome >= 1 for trajectory in sampled.trajectories)
+        passes = {f"pass@{k}": stats.pass_at(k, args.samples, right) for k in stats.budgets(args.samples)}
+        lines = [
+            sample(0, f"{system} {kind}", question, number, trajectory, [None] * len(trajectory.turns))
+            for kind, group in (("greedy", greedy), ("sampled", sampled))
+            for number, trajectory in enumerate(group.trajectories)
+        ]
+        items.append((place, measure(greedy.trajectories[0]) | passes, lines))
+    return [item[1:] for item in sorted(run.gather(items), key=lambda item: item[0])]
+
+
+def measure(trajectory):
+    """The figures of one trajectory."""
+    calls = len(trajectory.calls)
+    return {
+        "em": trajectory.outcome,
+        **{name: trajectory.info[name] for name in ("f1",) if name in trajectory.info},
+        "turns": len(trajectory.turns),
+        "tool_calls": calls,
+        "tool_used": float(calls > 0),
+        "tokens": sum(len(turn.action_ids) for turn in trajectory.turns),
+        **{f"stop_{stop}": float(trajectory.stop == stop) for stop in STOPS},
+    }
+
+
+def write(folder, args, name, questions, items):
+    """Write eval.json, eval.md and samples.jsonl of one benchmark. items: {system: what evaluate() returned}. -> the table as text"""
+    results = {system: [figures for figures, _ in of_system] for system, of_system in items.items()}
+    summaries = stats.compare(results, args.seed)
+    what = f"{args.model} {args.adapter}".strip() + f": {len(questions)} questions ({args.split}) of {name}"
+    text = f"{what}, greedy, with 95 % intervals over questions\n\n{stats.table(summaries)}"
+    each = [{"id": q.id, "question": q.text} | dict(zip(results, f)) for q, *f in zip(questions, *results.values())]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "samples.jsonl").unlink(missing_ok=True)  # of an attempt that did not come to its end
+    lines = [
+        json.dumps(line, ensure_ascii=False) for of_system in items.values() for _, more in of_system for line in more
+    ]
+    run.append(folder / "samples.jsonl", lines)
+    (folder / "eval.md").write_text(text)
+    # Last: where it is, the benchmark is finished.
+    run.write_json(
+        folder / "eval.json",
+        {"args": dataclasses.asdict(args) | {"task": name}, "figures": summaries, "questions": each},
+    )
+    return text
+
+
+def overview(folder, folders):
+    """One table of several finished benchmarks, as Markdown, also written to benchmarks.md: a row each, and their unweighted mean.
+
+    folders: {name: folder of its results}
+    """
+    figures = {name: json.loads((folder / "eval.json").read_text())["figures"] for name, folder in folders.items()}
+    systems = list(next(iter(figures.values())))
+    columns = [key for key in ("em", "f1") if any(key in of[systems[0]] for of in figures.values())]
+    columns += [key for key in next(iter(figures.values()))[systems[0]] if key.startswith("pass@")]
+    head = [f"{stats.LABELS.get(key, key)}, {system}" for key in columns for system in systems]
+    lines = [f"| | {' | '.join(head)} |", "|---" * (1 + len(head)) + "|"]
+    cells = {name: [of[system].get(key) for key in columns for system in systems] for name, of in figures.items()}
+    for name, row in cells.items():
+        shown = ["{mean:.3f} [{low:.3f}, {high:.3f}]".format(**cell) if cell else "" for cell in row]
+        lines.append(f"| {name} | {' | '.join(shown)} |")
+    means = [[row[i]["mean"] for row in cells.values() if row[i]] for i in range(len(head))]
+    lines.append(f"| mean | {' | '.join(f'{sum(column) / len(column):.3f}' for column in means)} |")
+    text = "\n".join(lines) + "\n"
+    (folder / "benchmarks.md").write_text(text)
+    return text

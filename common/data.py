@@ -1,0 +1,496 @@
+"""The named data sets: where each lies on the hub, what its rows hold, and how a row becomes a Question.
+
+    load("hotpotqa", eval_questions=200, with_documents=True)      # Data: train, held_out, test, and documents to search in
+
+Everything is read through `datasets.load_dataset`. TURNWISE_DATA names a folder that stands in for the hub: the same call then reads
+<folder>/<owner>/<name>/<configuration, or default>/<split>.parquet (or .jsonl). docs/data.md lists the data sets and their splits.
+"""
+
+import difflib
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from common import run, verify
+from common.scores import normalise
+from common.turns import Question
+
+BATCH = 1000  # rows that are Python objects at one time
+NUMBER = (str, int, float)  # a column of answers that some copies hold as text and others as numbers
+TYPES = {  # what a column may be: names as Arrow and `datasets` spell them
+    str: {"string", "large_string"},
+    bool: {"bool"},
+    int: {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+    float: {"float16", "float32", "float64"},
+}
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set in three parts; no question text is in two of them. documents: {"id", "title", "text"} each, or None."""
+
+    kind: str  # search | math | choice | code
+    train: list[Question]
+    held_out: list[Question]  # taken from the train split, to evaluate on while training
+    test: list[Question]  # to report
+    documents: list[dict] | None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set of the hub, and how to read it.
+
+    columns: the columns that are read, as {name: type}. A type is str, bool, a tuple of alternatives, [type] for a list, or
+    {name: type} for a struct. `read` makes a Question of a row (a dict of these columns), or None where nothing counts as right.
+    """
+
+    kind: str
+    path: str  # owner/name
+    columns: dict
+    read: Callable[[dict], Question | None]
+    test: str  # the split to report on: validation where the answers of the test split are hidden
+    train: str | None = None
+    config: str | None = None
+    gated: bool = False
+    paragraphs: tuple[str, Callable] | None = None  # column of documents; its cell -> [(title, text)]
+    apart: tuple[str, ...] = ()  # data sets whose test questions are not trained on
+
+
+def load(name, eval_questions, with_documents, whole=False):
+    """Data of the set `name`. held_out has `eval_questions` questions, but at most a quarter of the train split; which ones, the texts
+    decide and not their places. Data sets without a train split have `test` only. whole: all of it is `test`.
+
+    Raises SystemExit for what is missing, out of reach, or of another form than expected.
+    """
+    source = source_of(name)
+    splits = [split for split in (source.test, source.train) if split]
+    tables = [table(name, source, split) for split in splits]
+    parts = [read_questions(source, split, rows) for split, rows in zip(splits, tables)]
+    if not all(parts):
+        raise SystemExit(f"--task {name}: no row of a split has a question and an answer. Is {place(source)} whole?")
+    rows, used = sum(map(len, tables)), sum(map(len, parts))
+    if used < rows and run.rank() == 0:
+        run.say(f"{name}: left out {rows - used} of {rows} rows: no answer in them can be right.")
+    test, train = parts if source.train else (parts[0], [])
+    key = KEYS[source.kind]
+    keys = {q.id: key(q.text) for q in test + train}
+    taken = {keys[q.id] for q in test}
+    if not whole:
+        for other in map(SOURCES.get, source.apart):
+            taken |= {key(q.text) for q in read_questions(other, other.test, table(name, other, other.test))}
+    train, held_out = [q for q in train if keys[q.id] not in taken], []
+    if whole:
+        test, train = test + train, []
+    else:
+        train, held_out = split_off(train, eval_questions, keys)
+    documents = documents_of(source, tables) if with_documents and source.paragraphs else None
+    return Data(source.kind, train, held_out, test, documents)
+
+
+def source_of(name):
+    """The Source of a name. Raises SystemExit naming the ones that there are."""
+    if name not in SOURCES:
+        close = difflib.get_close_matches(name, SOURCES, n=3) or SOURCES
+        raise SystemExit(f"--task {name}: no data set of that name. There are: {', '.join(close)}.")
+    return SOURCES[name]
+
+
+def split_off(questions, count, keys):
+    """(train, held-out): `count` questions of different text, at most a quarter, by a hash of their texts. keys: {id: the text in the
+    form in which equal ones are the same}."""
+    first = {}  # of questions of the same text the one with the first id
+    for question in sorted(questions, key=lambda q: q.id):
+        first.setdefault(keys[question.id], question)
+    held_out = [first[text] for text in sorted(first, key=digest)][: min(count, len(questions) // 4)]
+    taken = {keys[q.id] for q in held_out}
+    return [q for q in questions if keys[q.id] not in taken], held_out
+
+
+def digest(text):
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# ---- from the hub, or the folder that stands in for it
+
+
+def table(name, source, split):
+    """A split as a `datasets.Dataset` with the columns of its Source. Raises SystemExit when it cannot be had or has another form.
+
+    Several ranks of a machine wait for the one that downloads.
+    """
+    import datasets
+    from datasets.exceptions import DatasetGenerationError, FileNotFoundDatasetsError
+
+    if run.rank():
+        datasets.disable_progress_bars()
+    where = place(source)
+    path, given = source.path, {"name": source.config}
+    if folder := os.environ.get("TURNWISE_DATA"):
+        path, given = local(name, source, split, Path(folder))
+    try:
+        with run.locked(run.cache_dir() / "data" / f"{name}-{split}"):
+            rows = datasets.load_dataset(path, split=split, **given)
+    except FileNotFoundDatasetsError as error:  # not there, gated, private, or without a file of data
+        page = f"https://huggingface.co/datasets/{source.path}"
+        if source.gated or "gated" in str(error):
+            advice = f"Accept its licence at {page}, then log in: hf auth login."
+        else:
+            advice = f"Look whether {page} has moved; a private one needs hf auth login."
+        raise SystemExit(f"--task {name}: the hub does not give {where} ({first_line(error)}). {advice}") from None
+    except (ConnectionError, FileNotFoundError) as error:  # no network, HF_HUB_OFFLINE, a hub that is down
+        raise SystemExit(unreachable(name, where, error)) from None
+    except DatasetGenerationError as error:  # a broken file, a full disk, files of different columns
+        raise SystemExit(
+            f"--task {name}: {where}, split {split}, cannot be read ({first_line(error.__cause__ or error)}). Is the file whole, and "
+            "is there room in the cache (HF_HOME)?"
+        ) from None
+    except ValueError as error:  # it has no such configuration or split; of a hub out of reach, the cache has not
+        if "Couldn't find cache" in str(error):
+            raise SystemExit(unreachable(name, where, error)) from None
+        raise SystemExit(
+            f"--task {name}: expected {where} with the split {split}, and found another layout ({first_line(error)}). If it has "
+            "changed on the hub, change SOURCES in common/data.py, or name a folder in TURNWISE_DATA (docs/data.md)."
+        ) from None
+    except Exception as error:
+        raise SystemExit(
+            f"--task {name}: {where}, split {split}, could not be loaded ({type(error).__name__}: {first_line(error)}). If the hub "
+            "is not to blame, a folder named in TURNWISE_DATA can take its place (docs/data.md)."
+        ) from None
+    check_columns(name, source, split, rows.features)
+    return rows.select_columns(list(source.columns)).with_format("arrow")
+
+
+def unreachable(name, where, error):
+    return (
+        f"--task {name}: {where} is not on this machine and the hub is out of reach ({first_line(error)}). Load it once where there "
+        "is internet, or name a folder with its files in TURNWISE_DATA (docs/data.md)."
+    )
+
+
+def place(source):
+    """What a data set is called in a message: owner/name, its configuration, and the folder it is read from if there is one."""
+    folder = os.environ.get("TURNWISE_DATA")
+    config = f" (configuration {source.config})" if source.config else ""
+    return f"{source.path}{config}" + (f" in TURNWISE_DATA={folder}" if folder else "")
+
+
+def local(name, source, split, folder):
+    """(builder, arguments) that make load_dataset read a split from a folder. Raises SystemExit naming the file that is missing."""
+    stem = folder / source.path / (source.config or "default") / split
+    for ending, builder in ((".parquet", "parquet"), (".jsonl", "json")):
+        file = Path(f"{stem}{ending}")
+        if file.is_file():
+            return builder, {"data_files": {split: str(file)}}
+    raise SystemExit(
+        f"--task {name}: TURNWISE_DATA={folder} has neither {stem}.parquet nor {stem.name}.jsonl. Put the split there "
+        "(docs/data.md), or unset TURNWISE_DATA to load it from the hub."
+    )
+
+
+def first_line(error):
+    """The first line of an error's text, shortened, without the period at its end."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:200].rstrip(".:")
+
+
+def check_columns(name, source, split, features):
+    """Raises SystemExit when a column is missing or has another type than its Source says."""
+    for column, expected in source.columns.items():
+        found = features.get(column)
+        if found is None:
+            what = f"and found the columns {', '.join(features)}"
+        elif not fits(found, expected):
+            what = f"and found {describe(found)}"
+        else:
+            continue
+        raise SystemExit(
+            f"--task {name}: {place(source)}, split {split}: expected a column {column} of {describe(expected)}, {what}. If its form "
+            "has changed, change SOURCES in common/data.py."
+        )
+
+
+def fits(found, expected):
+    """Whether a column's type (of `datasets`) is the expected one. A column without any value (null) fits everything."""
+    if getattr(found, "dtype", None) == "null":
+        return True
+    if isinstance(expected, dict):
+        return isinstance(found, dict) and all(k in found and fits(found[k], v) for k, v in expected.items())
+    if isinstance(expected, list):
+        inner = found[0] if isinstance(found, list) else getattr(found, "feature", None)
+        return inner is not None and fits(inner, expected[0])
+    kinds = expected if isinstance(expected, tuple) else (expected,)
+    return getattr(found, "dtype", None) in set().union(*(TYPES[kind] for kind in kinds))
+
+
+def describe(kind):
+    """A type in words: an expected one, or one of `datasets`."""
+    if isinstance(kind, dict):
+        return "{" + ", ".join(f"{name}: {describe(inner)}" for name, inner in kind.items()) + "}"
+    if isinstance(kind, list) or hasattr(kind, "feature"):
+        return f"list of {describe(kind[0] if isinstance(kind, list) else kind.feature)}"
+    if isinstance(kind, tuple):
+        return " or ".join(map(describe, kind))
+    names = {str: "string", bool: "bool", int: "integer", float: "float"}
+    return names[kind] if isinstance(kind, type) else str(getattr(kind, "dtype", kind))
+
+
+# ---- from rows to questions and documents
+
+
+def read_questions(source, split, rows):
+    """The questions of a split, without the rows that ask nothing or have no answer that can be right. ids are unique; golds have no
+    duplicates and keep their order."""
+    columns = [c for c in source.columns if not source.paragraphs or c != source.paragraphs[0]]
+    usable = {"search": normalise, "math": verify.plain}.get(source.kind, str)
+    questions, seen = [], Counter()
+    for batch in rows.select_columns(columns).iter(BATCH):
+        for question in map(source.read, batch.to_pylist()):
+            if question is None or not question.text.strip():
+                continue
+            golds = list(dict.fromkeys(gold.strip() for gold in question.golds if gold.strip()))
+            if source.kind != "code" and not any(map(usable, golds)):
+                continue
+            name = f"{split}-{question.id or digest(question.text)[:16]}"
+            seen[name] += 1
+            if seen[name] > 1:
+                name = f"{name}~{seen[name]}"
+            questions.append(replace(question, id=name, golds=golds))
+    return questions
+
+
+def documents_of(source, tables):
+    """The paragraphs of all splits, each (title, text) once, in order of their first place, with the ids "0", "1", ..."""
+    column, paragraphs = source.paragraphs
+    unique = {}
+    for rows in tables:
+        for batch in rows.select_columns([column]).iter(BATCH):
+            for cell in batch.column(column).to_pylist():
+                for title, text in paragraphs(cell or {}):
+                    title, text = (" ".join((part or "").split()) for part in (title, text))
+                    if title or text:
+                        unique[title, text] = None
+    return [{"id": str(i), "title": title, "text": text} for i, (title, text) in enumerate(unique)]
+
+
+def sentences(cell):
+    """[(title, text)] of a cell {"title": [...], "sentences": [[...], ...]}."""
+    return [(title, " ".join(text)) for title, text in zip(cell.get("title", ()), cell.get("sentences", ()))]
+
+
+def paragraphs(cell):
+    """[(title, text)] of a cell [{"title", "paragraph_text"}, ...]."""
+    return [(item["title"], item["paragraph_text"]) for item in cell]
+
+
+def boxed(text):
+    r"""What the last \boxed (or \fbox) of a text holds, braces inside kept; "" without one.
+
+    >>> boxed(r"so \boxed{1}, no, \boxed{\frac{1}{2}}.")
+    '\\frac{1}{2}'
+    """
+    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    if start < 0:
+        return ""
+    rest = text[start:].removeprefix("\\boxed").removeprefix("\\fbox").lstrip()
+    if not rest.startswith("{"):  # \boxed 5
+        return rest.split("$")[0].split()[0].rstrip(".,") if rest.split("$")[0].split() else ""
+    depth = 0
+    for end, c in enumerate(rest):
+        escaped = end and rest[end - 1] == "\\"
+        depth += 0 if escaped else {"{": 1, "}": -1}.get(c, 0)
+        if depth == 0:
+            return rest[1:end].strip()
+    return ""
+
+
+def asked(identity, text, *golds, **info):
+    """A Question from cells that may be empty. Numbers become text, and whole ones lose their .0."""
+    whole = (int(gold) if isinstance(gold, float) and gold.is_integer() else gold for gold in golds)
+    golds = [str(gold) for gold in whole if gold is not None]
+    return Question("" if identity is None else str(identity), text or "", golds, info=info)
+
+
+def musique(row):
+    if row["answerable"] is False:
+        return None
+    return asked(row["id"], row["question"], row["answer"], *(row["answer_aliases"] or ()))
+
+
+def olympiad(row):
+    """One that asks for several values at once has one gold that names them all; else every entry counts as right."""
+    golds = row["final_answer"] or []
+    if row["is_multiple_answer"] and len(golds) > 1:
+        golds = [", ".join(gold.strip().strip("$") for gold in golds)]
+    text = "\n".join(part.strip() for part in (row["context"], row["question"]) if part and part.strip())
+    return asked(row["id"], text, *golds)
+
+
+def gpqa(row):
+    """Its options in an order that a hash of question and option decides, so that nothing can be learned from their places."""
+    cells = [row["Correct Answer"], *(row[f"Incorrect Answer {n}"] for n in (1, 2, 3))]
+    options = [" ".join((cell or "").split()) for cell in cells]
+    if not all(options) or options[0] in options[1:] or not (row["Question"] or "").strip():
+        return None
+    question = row["Question"].strip()
+    order = sorted(options, key=lambda option: digest(f"{question}\n{option}"))
+    lines = [f"{letter}) {option}" for letter, option in zip("ABCD", order)]
+    return asked(row["Record ID"], "\n".join([question, *lines]), "ABCD"[order.index(options[0])])
+
+
+def humaneval(row):
+    info = {name: row[name] for name in ("prompt", "test", "entry_point")}
+    return asked(row["task_id"], row["prompt"], **info) if all(info.values()) else None
+
+
+def same_words(text):
+    """Texts that differ only in case, punctuation and articles are the same question."""
+    return normalise(text) or text
+
+
+def same_signs(text):
+    """For mathematics and code, where signs and case matter: texts that differ only in white space are the same question."""
+    return "".join(text.split())
+
+
+KEYS = {"search": same_words, "math": same_signs, "choice": same_signs, "code": same_signs}
+
+HOTPOT = dict(
+    kind="search",
+    columns={
+        "id": str,
+        "question": str,
+        "answer": str,
+        "context": {"title": [str], "sentences": [[str]]},
+    },
+    read=lambda row: asked(row["id"], row["question"], row["answer"]),
+    train="train",
+    test="validation",
+    paragraphs=("context", sentences),
+)
+FLASHRAG = dict(
+    kind="search",
+    path="RUC-NLPIR/FlashRAG_datasets",
+    columns={"id": str, "question": str, "golden_answers": [str]},
+    read=lambda row: asked(row["id"], row["question"], *(row["golden_answers"] or ())),
+    test="test",
+)
+SOURCES = {
+    "hotpotqa": Source(path="hotpotqa/hotpot_qa", config="distractor", **HOTPOT),
+    "2wiki": Source(path="framolfese/2WikiMultihopQA", **HOTPOT),
+    "musique": Source(
+        kind="search",
+        path="dgslibisey/MuSiQue",
+        columns={
+            "id": str,
+            "question": str,
+            "answer": str,
+            "answer_aliases": [str],
+            "answerable": bool,
+            "paragraphs": [{"title": str, "paragraph_text": str}],
+        },
+        read=musique,
+        train="train",
+        test="validation",
+        paragraphs=("paragraphs", paragraphs),
+    ),
+    "nq": Source(config="nq", train="train", **FLASHRAG),
+    "triviaqa": Source(config="triviaqa", train="train", **FLASHRAG),
+    "popqa": Source(config="popqa", **FLASHRAG),
+    "bamboogle": Source(config="bamboogle", **FLASHRAG),
+    "nq_hotpotqa": Source(
+        kind="search",
+        path="PeterJinGo/nq_hotpotqa_train",
+        columns={"id": str, "question": str, "golden_answers": [str], "data_source": str},
+        read=lambda row: asked(
+            f"{row['data_source']}-{row['id']}",  # its ids count within each of the sets it is mixed from
+            row["question"],
+            *(row["golden_answers"] or ()),
+            source=row["data_source"],
+        ),
+        train="train",
+        test="test",
+    ),
+    "gsm8k": Source(
+        kind="math",
+        path="openai/gsm8k",
+        config="main",
+        columns={"question": str, "answer": str},
+        read=lambda row: asked(None, row["question"], (row["answer"] or "").partition("####")[2].strip()),
+        train="train",
+        test="test",
+    ),
+    "math": Source(
+        kind="math",
+        path="DigitalLearningGmbH/MATH-lighteval",
+        columns={"problem": str, "solution": str},
+        read=lambda row: asked(None, row["problem"], boxed(row["solution"] or "")),
+        train="train",
+        test="test",
+        apart=("math500",),
+    ),
+    "math500": Source(
+        kind="math",
+        path="HuggingFaceH4/MATH-500",
+        columns={"unique_id": str, "problem": str, "answer": str},
+        read=lambda row: asked(row["unique_id"], row["problem"], row["answer"]),
+        test="test",
+    ),
+    "aime24": Source(
+        kind="math",
+        path="HuggingFaceH4/aime_2024",
+        columns={"id": NUMBER, "problem": str, "answer": NUMBER},
+        read=lambda row: asked(row["id"], row["problem"], row["answer"]),
+        test="train",  # its only split
+    ),
+    "aime25": Source(
+        kind="math",
+        path="math-ai/aime25",
+        columns={"id": NUMBER, "problem": str, "answer": NUMBER},
+        read=lambda row: asked(row["id"], row["problem"], row["answer"]),
+        test="test",
+    ),
+    "amc23": Source(
+        kind="math",
+        path="math-ai/amc23",
+        columns={"id": NUMBER, "question": str, "answer": NUMBER},
+        read=lambda row: asked(row["id"], row["question"], row["answer"]),
+        test="test",
+    ),
+    "olympiadbench": Source(
+        kind="math",
+        path="Hothan/OlympiadBench",
+        config="OE_TO_maths_en_COMP",  # open-ended, text only, mathematics, English, competitions
+        columns={"id": NUMBER, "context": str, "question": str, "final_answer": [str], "is_multiple_answer": bool},
+        read=olympiad,
+        test="train",  # its only split
+    ),
+    "svamp": Source(
+        kind="math",
+        path="ChilleD/SVAMP",
+        columns={"ID": str, "question_concat": str, "Answer": NUMBER},
+        read=lambda row: asked(row["ID"], row["question_concat"], row["Answer"]),
+        train="train",
+        test="test",
+    ),
+    "gpqa": Source(
+        kind="choice",
+        path="Idavidrein/gpqa",
+        config="gpqa_diamond",
+        columns=dict.fromkeys(
+            ("Record ID", "Question", "Correct Answer", *(f"Incorrect Answer {n}" for n in (1, 2, 3))), str
+        ),
+        read=gpqa,
+        test="train",  # its only split
+        gated=True,
+    ),
+    "humaneval": Source(
+        kind="code",
+        path="openai/openai_humaneval",
+        columns=dict.fromkeys(("task_id", "prompt", "test", "entry_point"), str),
+        read=humaneval,
+        test="test",
+    ),
+}

@@ -1,0 +1,23 @@
+"""For the tests of this folder: --policy_only leaves out what starts vLLM, so that the trainer's half runs alone."""
+
+import pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption("--policy_only", action="store_true", help="only the tests that need no vLLM")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--policy_only", default=False):
+        for item in items:
+            if item.path.name == "test_gpu_engine.py":
+                item.add_marker(pytest.mark.skip(reason="--policy_only"))
+
+
+@pytest.fixture
+def gpu():
+    """Skips a test that has nothing to look at without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")

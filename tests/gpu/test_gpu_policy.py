@@ -1,0 +1,127 @@
+"""The trainer's half on one GPU, without vLLM:  pytest tests/gpu --policy_only    under a minute
+
+On a machine without a GPU the same tests run on the CPU, but for those that look at the GPU's own memory or kernels.
+"""
+
+import math
+
+import pytest
+import samples
+import test_memory
+import test_policy
+import torch
+
+import train_grpo
+from common import memory
+from common.policy import Policy
+from common.turns import pack
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A random Qwen2 whose head_dim of 64 has a kernel everywhere."""
+    import models
+
+    folder = tmp_path_factory.mktemp("model")
+    return models.random_qwen(
+        folder, hidden_size=512, intermediate_size=1536, num_attention_heads=8, initializer_range=0.03
+    )
+
+
+def make(model, scale=0.02, **changes):
+    """A policy whose adapter is not zero."""
+    options = dict(task="tiny_search", lora_rank=8, lora_alpha=16, max_context=1024, micro_tokens=1024, lr=1e-3)
+    torch.manual_seed(0)
+    policy = Policy(train_grpo.Args(model=model, **(options | changes)), DEVICE)
+    test_policy.enlarge(policy, scale)
+    return policy
+
+
+def gradients(policy, batch, micro_tokens):
+    return test_policy.gradient(policy, batch, train_grpo.Args(task="tiny_search"), micro_tokens).double().cpu()
+
+
+def relative(a, b):
+    return float((a - b).norm() / b.norm())
+
+
+def test_float32_packing_and_micro_batches_give_one_gradient(model):
+    """Of all rows at once and of one row a forward pass: equal to 1e-4 (TF32 is off by default)."""
+    policy, batch = make(model, dtype="float32"), pack(*samples.groups())
+    whole = gradients(policy, batch, 10_000)
+    assert relative(gradients(policy, batch, 1), whole) < 1e-4
+    rows = [batch.select([i]) for i in range(len(batch.segments))]
+    alone = torch.cat([policy.logps(row, grad=False) for row in rows])
+    assert torch.allclose(policy.logps(batch, grad=False), alone, atol=1e-4)
+
+
+def test_bfloat16_log_probabilities_are_those_of_float32_within_its_noise(model):
+    batch = pack(*samples.groups())
+    exact, rough = (make(model, dtype=dtype).logps(batch, grad=False) for dtype in ("float32", "bfloat16"))
+    difference = (exact - rough)[batch.mask].abs()
+    assert 0 < float(difference.mean()) < 0.02 and float(difference.max()) < 0.2
+
+
+def test_attention_within_a_segment_is_the_models_own_in_bfloat16(model):
+    from transformers import AutoModelForCausalLM
+
+    policy, batch = make(model, dtype="bfloat16"), pack(*samples.groups())
+    ids = batch.ids[: batch.segments[0].end][None].to(DEVICE)
+    own = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager", dtype=torch.float32).to(DEVICE)
+    with torch.no_grad(), policy.model.disable_adapter():
+        ours = policy.model(input_ids=ids, segments=[(0, ids.shape[1], [])]).logits[0].float().log_softmax(-1)
+        theirs = own(input_ids=ids).logits[0].log_softmax(-1)
+    assert float((ours - theirs).abs().mean()) < 0.02
+
+
+def test_checkpointing_gives_the_same_gradient(model):
+    batch = pack(*samples.groups())
+    plain, again = (gradients(make(model, dtype="float32", grad_checkpoint=on), batch, 1024) for on in (False, True))
+    assert relative(again, plain) < 1e-5
+
+
+@pytest.mark.parametrize("optim", ["adamw", "adamw_8bit"])
+@pytest.mark.parametrize("load_4bit", [False, True])
+def test_steps_in_bfloat16_lower_the_loss(model, load_4bit, optim):
+    """Eight steps on one batch make what was credited likelier and what was blamed less likely, over a 4-bit base too."""
+    policy, batch = make(model, 0.0, dtype="bfloat16", load_4bit=load_4bit, optim=optim), pack(*samples.groups())
+    reference = policy.logps(batch, adapter=False, grad=False)
+    fresh = policy.logps(batch, grad=False)
+    assert torch.equal(fresh, reference)  # B is zero
+    for _ in range(8):
+        batch.weight = train_grpo.token_weights(batch, float, train_grpo.Args(task="tiny_search"))
+        (-(batch.weight * batch.adv * policy.logps(batch)).sum()).backward()
+        assert policy.step()["updates"] == 1
+    gain = (batch.weight * batch.adv * (policy.logps(batch, grad=False) - fresh)).sum()
+    assert float(gain) > 0.01
+    assert torch.equal(policy.logps(batch, adapter=False, grad=False), reference)  # the base has not moved
+    assert all(math.isfinite(float(p.detach().abs().max())) for p in policy.parameters)
+
+
+@pytest.mark.parametrize("grad_checkpoint", [False, True])
+def test_an_update_on_the_gpu_takes_what_the_plan_says_within_15_percent(model, grad_checkpoint, gpu):
+    """What the allocator held at most beyond the model, against the rows of the plan. (On a CPU: tests/test_memory.py.)"""
+    tokens = 2048
+    policy = make(model, dtype="bfloat16", grad_checkpoint=grad_checkpoint, micro_tokens=tokens)
+    batch = test_memory.packed(tokens, rows=2)
+
+    def update():
+        logp, _, _ = policy.logps(batch, moments=True)
+        logp.sum().backward()
+
+    update()
+    policy.optimizer.zero_grad()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    update()
+    measured = torch.cuda.max_memory_allocated() - before
+    args = train_grpo.Args(
+        lora_rank=8, grad_checkpoint=grad_checkpoint, micro_tokens=tokens, max_context=1024, dtype="bfloat16"
+    )
+    rows = memory.plan(memory.sizes(memory.empty_model(model)), args, 24 * 2**30).update
+    planned = {row.name: row.bytes for row in rows}
+    parts = ("trainer: activations", "trainer: last hidden states", "trainer: at the peak")
+    total = planned["trainer: gradients"] // 2 + sum(planned[name] for name in parts)
+    assert measured / total == pytest.approx(1, abs=0.15)

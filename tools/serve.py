@@ -1,0 +1,363 @@
+"""A retrieval server that speaks Search-R1's protocol: python -m tools.search serve --corpus documents.jsonl [--dense MODEL]
+
+    POST /retrieve  {"queries": [...], "topk": 3, "return_scores": true}
+                    -> {"result": [[{"document": {"id", "contents"}, "score"}, ...], ...]}, a list for each query;
+                    without return_scores the documents alone; without topk as many as --topk says
+    GET /health     -> {"status": "ok", "documents": 21015324, "kind": "bm25"}
+
+BM25 is that of tools/search.py, so a server and --corpus give an agent the same text. --dense takes the nearest passages by the embeddings
+of a model: mean over tokens, length 1, inner product (faiss, exact).
+Documents and index are mapped from disk, not read into memory: --workers processes share one copy. docs/retrieval.md says the rest.
+"""
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import mmap
+import os
+import re
+import shutil
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from common import run
+from tools import search
+
+SETTINGS = "TURNWISE_SERVE"  # the environment variable that hands the arguments to worker processes
+LENGTH = 256  # tokens of a query or passage that an embedding sees
+BATCH = 256  # passages embedded at a time
+BAR = 50 * 2**20  # bytes of a corpus whose reading shows a progress bar
+E5 = re.compile(r"(?<![a-z])e5(?![a-z0-9])")  # in the name of a model; e5-mistral pools in another way, and is refused
+
+
+@dataclass
+class Args:
+    """A retrieval server that speaks Search-R1's protocol."""
+
+    corpus: str
+    """file with a document a line: {"id", "title", "text"}, or {"id", "contents"}"""
+    dense: str = ""
+    """embed with this model (a folder or hub id, such as intfloat/e5-base-v2) instead of BM25"""
+    prefixes: Literal["auto", "e5", "none"] = "auto"
+    """dense: "query: " and "passage: " before texts, as E5 models want it (auto: when the model's name says E5)"""
+    index: str = ""
+    """dense: a faiss index that somebody made of this corpus with this model, line by line, instead of one of our own"""
+    backend: Literal["numpy", "numba"] = "numpy"
+    """BM25: numba is faster on a large corpus, and may order documents of equal score in another way"""
+    topk: int = 3
+    """documents for a query whose request does not say how many"""
+    host: str = "127.0.0.1"
+    """address to listen at; 0.0.0.0 is every one this machine has, for anybody who reaches it"""
+    port: int = 8000
+    """port to listen at"""
+    workers: int = 1
+    """processes that answer"""
+
+
+# ---- documents
+
+
+class Corpus:
+    """The documents of a file, each read when it is asked for. Raises OSError or ValueError as search.read_corpus does.
+
+    The file is read through once, to check it and to note where each line starts. What is noted is kept under the file's path, size and time.
+    """
+
+    def __init__(self, path):
+        path = Path(path).resolve()
+        state = path.stat()
+        key = hashlib.sha256(repr((str(path), state.st_size, state.st_mtime_ns, _version())).encode()).hexdigest()[:16]
+        folder = run.cache_dir() / "corpora" / key
+        with run.locked(folder):
+            if not folder.exists():
+                _note(path, state.st_size, folder)
+        self.fingerprint = (folder / "fingerprint").read_text()
+        self.starts = _numpy().load(folder / "starts.npy", mmap_mode="r")
+        with open(path, "rb") as file:
+            self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def __len__(self):
+        return len(self.starts)
+
+    def __getitem__(self, i):
+        if not 0 <= i < len(self.starts):
+            raise IndexError(i)  # ends a loop over documents
+        start = int(self.starts[i])
+        end = self.bytes.find(b"\n", start)
+        return search.read_document(self.bytes[start : len(self.bytes) if end < 0 else end])
+
+
+def _note(path, size, folder):
+    from tqdm import tqdm
+
+    starts = []
+    with tqdm(total=size, unit="B", unit_scale=True, desc=f"reading {path.name}", disable=size < BAR) as bar:
+
+        def documents():
+            for place, document in search.scan(path):
+                starts.append(place)
+                bar.update(place - bar.n)
+                yield document
+
+        fingerprint = search.fingerprint(documents())
+    beside = Path(f"{folder}.new")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    _numpy().save(beside / "starts.npy", _numpy().array(starts, dtype="int64"))
+    (beside / "fingerprint").write_text(fingerprint)
+    beside.rename(folder)  # whole or not at all
+
+
+def _numpy():
+    import numpy  # here and not above: --help answers without it
+
+    return numpy
+
+
+def _version():
+    import bm25s
+
+    return bm25s.__version__
+
+
+# ---- embeddings
+
+
+class Dense:
+    """The documents whose embeddings are nearest to a query's, with find_all as Search has it. One request at a time, for it fills the device.
+
+    The embeddings are made once, with a progress bar, and cached on disk under a hash of corpus and model. On a GPU the model runs in
+    half precision. Raises SystemExit for what is missing or does not fit.
+    """
+
+    def __init__(self, documents, model, prefixes="auto", index="", threads=0):
+        for package in ("faiss", "torch", "transformers"):
+            if not importlib.util.find_spec(package):
+                pin = {"faiss": "faiss-cpu==1.15.1"}.get(package, package)
+                raise SystemExit(f"--dense: {package} is not installed: .venv/bin/pip install {pin}")
+        import faiss
+        import torch
+        from transformers import AutoModel, AutoTokenizer
+
+        if threads:
+            torch.set_num_threads(threads)
+            faiss.omp_set_num_threads(threads)
+        self.torch, self.faiss, self.documents = torch, faiss, documents
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        half = torch.bfloat16 if self.device == "cuda" and torch.cuda.is_bf16_supported() else torch.float16
+        dtype = half if self.device == "cuda" else torch.float32
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(model)
+            self.model = AutoModel.from_pretrained(model, dtype=dtype).to(self.device).eval()
+        except (OSError, ValueError) as error:
+            words = str(error).strip().split("\n")[0]
+            raise SystemExit(f"--dense {model}: no model of transformers could be loaded from there: {words}") from None
+        if getattr(self.model.config, "is_encoder_decoder", False) or "mistral" in str(self.model.config.model_type):
+            raise SystemExit(
+                f"--dense {model}: only encoders whose embedding is the mean over tokens, such as E5 and MiniLM."
+            )
+        e5 = prefixes == "e5" or (prefixes == "auto" and E5.search(Path(model).name.lower()) is not None)
+        self.query, self.passage = ("query: ", "passage: ") if e5 else ("", "")
+        self.length = min(LENGTH, self.tokenizer.model_max_length)
+        self.lock = threading.Lock()
+        self.index = self._given(index) if index else self._own()
+
+    def _given(self, path):
+        try:
+            index = self._read(path)
+        except RuntimeError as error:
+            raise SystemExit(f"--index {path}: faiss cannot read it ({str(error).strip().splitlines()[-1]}).") from None
+        wide = self.model.config.hidden_size
+        if (index.ntotal, index.d) != (len(self.documents), wide):
+            raise SystemExit(
+                f"--index {path}: it holds {index.ntotal} vectors of {index.d} numbers; the corpus has {len(self.documents)} "
+                f"documents and the model makes {wide} numbers. It must be made of this corpus with this model."
+            )
+        return index
+
+    def _own(self):
+        from tqdm import trange
+
+        path = run.cache_dir() / "dense" / f"{self.documents.fingerprint}-{self._model_hash()}.faiss"
+        with run.locked(path):
+            if not path.exists():
+                index = self.faiss.IndexFlatIP(self.model.config.hidden_size)
+                count = len(self.documents)
+                for start in trange(0, count, BATCH, desc="embedding the corpus", disable=count <= 4 * BATCH):
+                    batch = [self.documents[i] for i in range(start, min(start + BATCH, count))]
+                    index.add(self.embed([self.passage + search.contents(document) for document in batch]))
+                beside = Path(f"{path}.new")
+                self.faiss.write_index(index, str(beside))
+                beside.rename(path)  # whole or not at all
+        return self._read(path)
+
+    def _read(self, path):
+        return self.faiss.read_index(str(path), self.faiss.IO_FLAG_MMAP_IFC)
+
+    def _model_hash(self):
+        content = hashlib.sha256(repr((self.passage, self.length, str(self.model.dtype))).encode())
+        content.update(repr(sorted(self.tokenizer.get_vocab().items())).encode())
+        for name, values in self.model.state_dict().items():
+            content.update(name.encode())
+            content.update(values.float().cpu().numpy().tobytes())
+        return content.hexdigest()[:16]
+
+    def embed(self, texts):
+        """(N, d) float32 embeddings of N texts, each of length 1: the mean of the last layer over the text's tokens."""
+        torch = self.torch
+        texts = [text.encode("utf-8", "replace").decode() for text in texts]  # half a surrogate pair is no text
+        tokens = self.tokenizer(texts, padding=True, truncation=True, max_length=self.length, return_tensors="pt")
+        tokens = tokens.to(self.device)
+        with torch.inference_mode():
+            hidden = self.model(**tokens).last_hidden_state.float()
+            mask = tokens["attention_mask"][..., None]
+            mean = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
+            return torch.nn.functional.normalize(mean, dim=-1).cpu().numpy()
+
+    def find_all(self, queries, topk):
+        """A list of at most topk (document, score) for each query, the best first; an empty query finds none."""
+        found, asked = [[] for _ in queries], [i for i, query in enumerate(queries) if query.strip()]
+        for start in range(0, len(asked), BATCH):
+            part = asked[start : start + BATCH]
+            with self.lock:
+                vectors = self.embed([self.query + queries[i] for i in part])
+                scores, places = self.index.search(vectors, min(topk, len(self.documents)))
+            for i, *one in zip(part, places.tolist(), scores.tolist()):
+                found[i] = [(self.documents[place], score) for place, score in zip(*one) if place >= 0]
+        return found
+
+
+# ---- the server
+
+
+def open_index(args):
+    """Search or Dense for the corpus. Raises SystemExit naming what is wrong with the arguments."""
+    try:
+        documents = Corpus(args.corpus)
+        if args.dense:
+            threads = max(1, (os.cpu_count() or 1) // args.workers) if args.workers > 1 else 0
+            return Dense(documents, args.dense, args.prefixes, args.index, threads)
+        return search.Search(documents, args.topk, args.backend)
+    except OSError as error:
+        raise SystemExit(f"--corpus {args.corpus}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise SystemExit(f"--corpus: {error}") from None
+
+
+def application(index, args):
+    """The FastAPI application that answers from an index."""
+    from fastapi import FastAPI, Response
+    from fastapi.exceptions import RequestValidationError
+    from pydantic import BaseModel, Field
+
+    class Request(BaseModel):
+        queries: list[str]
+        topk: int | None = Field(None, ge=1)
+        return_scores: bool = False
+
+    app = FastAPI(title="Turnwise retrieval")
+    kind = f"dense: {args.dense}" if args.dense else "bm25"
+
+    def answer(content, status=200):
+        # Not FastAPI's own: that would fail on half a surrogate pair, which JSON can hold and a corpus may.
+        return Response(json.dumps(content), status, media_type="application/json")
+
+    @app.exception_handler(RequestValidationError)
+    def refuse(_, error):
+        first = error.errors()[0]
+        where = ".".join(
+            str(part) for part in first["loc"][1:] if isinstance(part, str) or first["type"] != "json_invalid"
+        )
+        wanted = '{"queries": ["..."], "topk": 3, "return_scores": true}'
+        return answer({"detail": f"{where or 'the body'}: {first['msg']}. Expected is {wanted}."}, 422)
+
+    @app.post("/retrieve")
+    def retrieve(request: Request):  # not async: it runs in a thread, and /health answers meanwhile
+        found = index.find_all(request.queries, request.topk or args.topk)
+        plain = [[({"id": d["id"], "contents": search.contents(d)}, score) for d, score in one] for one in found]
+        if request.return_scores:
+            return answer({"result": [[{"document": d, "score": score} for d, score in one] for one in plain]})
+        return answer({"result": [[d for d, _ in one] for one in plain]})
+
+    @app.get("/health")
+    def health():
+        return {"status": "ok", "documents": len(index.documents), "kind": kind}
+
+    return app
+
+
+def worker():
+    """The application in one of several processes. It ends with the process that started it, which may be killed."""
+    args, parent = Args(**json.loads(os.environ[SETTINGS])), os.getppid()
+
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+    return ready(args)
+
+
+def ready(args):
+    """The application, warm: the first query of all compiles, where something is compiled."""
+    index = open_index(args)
+    index.find_all([search.PROBE], args.topk)
+    return application(index, args)
+
+
+def listen(args):
+    """A socket bound to host and port, before hours may go into an index. Raises SystemExit when it cannot be."""
+    try:
+        family = socket.getaddrinfo(args.host, args.port, type=socket.SOCK_STREAM)[0][0]
+        place = socket.socket(family)
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        place.bind((args.host, args.port))
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise SystemExit(f"--host {args.host} --port {args.port}: {why}. --port takes another one.") from None
+    return place
+
+
+def check(args):
+    """Raises SystemExit for arguments that cannot work, before anything is read."""
+    for name in ("topk", "workers"):
+        if getattr(args, name) < 1:
+            raise SystemExit(f"--{name} {getattr(args, name)}: at least one.")
+    for name in ("index", "prefixes"):
+        if getattr(args, name) != getattr(Args, name) and not args.dense:
+            raise SystemExit(f"--{name}: for --dense only.")
+    missing = [name for name in ("fastapi", "uvicorn") if not importlib.util.find_spec(name)]
+    missing += ["numba"] if args.backend == "numba" and not importlib.util.find_spec("numba") else []
+    if missing:
+        raise SystemExit(f"serve: not installed: .venv/bin/pip install {' '.join(missing)}")
+    if not Path(args.corpus).is_file():
+        raise SystemExit(
+            f"--corpus {args.corpus}: no such file. It has a JSON object a line: id, title and text, or id and contents."
+        )
+
+
+def main(argv=None):
+    import tyro
+
+    args = tyro.cli(Args, args=argv, prog="python -m tools.search serve", use_underscores=True)
+    check(args)
+    import uvicorn
+
+    place = listen(args)
+    app = ready(args)  # also with workers: what is wrong is said here, and once, and they find the index built
+    print(f"serving {args.corpus} ({args.dense or 'bm25'}) at http://{args.host}:{args.port}/retrieve", flush=True)
+    quiet = dict(log_level="warning", access_log=False)
+    if args.workers == 1:
+        with contextlib.suppress(KeyboardInterrupt):
+            uvicorn.Server(uvicorn.Config(app, **quiet)).run(sockets=[place])
+        return
+    del app
+    place.close()
+    os.environ[SETTINGS] = json.dumps(asdict(args))
+    uvicorn.run("tools.serve:worker", factory=True, workers=args.workers, host=args.host, port=args.port, **quiet)
