@@ -250,7 +250,7 @@ def execute_all(found, at_once):
 
 def warm_folder(args, part):
     """Where the adapter lies that a part begins with. Its name holds what it is made from."""
-    made_of = WARM[part].encode() + (ROOT / "runs" / "warm_start.py").read_bytes()
+    made_of = WARM[part].encode() + Path(__file__).with_name("warm_start.py").read_bytes()
     return args.out / f"warm-{part}-{hashlib.sha256(made_of).hexdigest()[:8]}"
 
 
