@@ -14,7 +14,7 @@ SUITES = {  # what papers report together
 DECODING = {  # of the papers' evaluations, as arguments of eval.py
     "own": {},
     "search_r1": dict(samples=0),  # greedy. The authors' code, from memory
-    "rtpo": dict(samples=4, temperature=0.6, top_p=0.95),  # arXiv:2606.xxxxx
+    "rtpo": dict(samples=4, temperature=0.6, top_p=0.95),  # arXiv:2608.18682, app. E.3
 }
 
 
