@@ -285,27 +285,6 @@ def paragraphs(cell):
     return [(item["title"], item["paragraph_text"]) for item in cell]
 
 
-def boxed(text):
-    r"""What the last \boxed (or \fbox) of a text holds, braces inside kept; "" without one.
-
-    >>> boxed(r"so \boxed{1}, no, \boxed{\frac{1}{2}}.")
-    '\\frac{1}{2}'
-    """
-    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
-    if start < 0:
-        return ""
-    rest = text[start:].removeprefix("\\boxed").removeprefix("\\fbox").lstrip()
-    if not rest.startswith("{"):  # \boxed 5
-        return rest.split("$")[0].split()[0].rstrip(".,") if rest.split("$")[0].split() else ""
-    depth = 0
-    for end, c in enumerate(rest):
-        escaped = end and rest[end - 1] == "\\"
-        depth += 0 if escaped else {"{": 1, "}": -1}.get(c, 0)
-        if depth == 0:
-            return rest[1:end].strip()
-    return ""
-
-
 def asked(identity, text, *golds, **info):
     """A Question from cells that may be empty. Numbers become text, and whole ones lose their .0."""
     whole = (int(gold) if isinstance(gold, float) and gold.is_integer() else gold for gold in golds)
@@ -426,7 +405,7 @@ SOURCES = {
         kind="math",
         path="DigitalLearningGmbH/MATH-lighteval",
         columns={"problem": str, "solution": str},
-        read=lambda row: asked(None, row["problem"], boxed(row["solution"] or "")),
+        read=lambda row: asked(None, row["problem"], verify.boxed(row["solution"] or "")),
         train="train",
         test="test",
         apart=("math500",),

@@ -17,7 +17,7 @@ import textwrap
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from common import run
+from common import run, verify
 
 INSTRUCTION = (
     "Answer the question. Think inside <think> and </think>. To look up facts write <search> query </search>; "
@@ -131,17 +131,6 @@ def wording(tool, boxed):
     return replace(words, **texts)
 
 
-def boxed_answer(text):
-    """What the last complete \\boxed{} of a text holds, braces in it included, or None."""
-    for found in reversed(list(re.finditer(r"\\boxed\s*\{", text))):
-        depth = 1
-        for end in range(found.end(), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                return text[found.end() : end].strip()
-    return None
-
-
 @dataclass
 class Action:
     """What a generation asks for: a tool with its input, or (tool None) the final answer."""
@@ -205,7 +194,7 @@ def _boxed(text):
     """The answer in a generation's own text outside its closed blocks of thinking (the prompt may have opened one), or None."""
     for start, stop in reversed(thinking(text, "<think>" not in text.partition("</think>")[0])):
         text = text[:start] + text[stop:]
-    answer = boxed_answer(text)
+    answer = verify.boxed(text)
     return Action(None, answer) if answer else None
 
 

@@ -43,6 +43,9 @@ UNITS = set(
     "person people student apple book box boxe ball marble coin point game item piece step per".split()
 )
 SENTENCE = re.compile(r"(?<!\\)\b(?!(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|infty|frac|min|max)\b)[a-zA-Z]{2,}\b")
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+BARE_BOX = re.compile(r"\\boxed\s+([^\s${][^\s$]*)")  # \boxed 5
+BRACE = re.compile(r"(?<!\\)[{}]")  # an escaped one is text
 SUPERSCRIPTS = str.maketrans({c: f"^{n}" for n, c in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")})
 
 
@@ -77,17 +80,27 @@ def caseless(text):
     return text.casefold() if SENTENCE.search(text) and "\\" not in text else text
 
 
-def plain(text):
-    """A text without what only dresses an answer: the last \\boxed, dollars around it, spaces, \\text, a final point."""
-    text = text.replace("−", "-").strip()
-    start = text.rfind("\\boxed{")
-    if start >= 0:
-        depth = 0
-        for end in range(start + 6, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
+def boxed(text):
+    r"""What the last complete \boxed (or \fbox, as in MATH) of a text holds, braces inside kept; None without one.
+
+    >>> boxed(r"so \boxed{1}, no, \boxed{\frac{1}{2}}.")
+    '\\frac{1}{2}'
+    """
+    for found in reversed(list(BOX.finditer(text))):
+        depth = 1
+        for brace in BRACE.finditer(text, found.end()):
+            depth += 1 if brace[0] == "{" else -1
             if depth == 0:
-                text = text[start + 7 : end]
-                break
+                return text[found.end() : brace.start()].strip()
+    bare = BARE_BOX.findall(text)
+    return bare[-1].rstrip(".,") if bare else None
+
+
+def plain(text):
+    """A text without what only dresses an answer: the last box, dollars around it, spaces, \\text, a final point."""
+    text = text.replace("−", "-").strip()
+    inner = boxed(text)
+    text = text if inner is None else inner
     text = WRAPPED.sub(" ", SPACES.sub(" ", text.replace("{,}", ",").replace("\\!", "")))
     text = text.strip().removesuffix(".").strip()
     text = text.replace("$$", "$")

@@ -459,29 +459,3 @@ def test_a_gated_set_is_refused_with_the_way_to_it_and_an_unknown_one_with_its_p
     assert "hf auth login" in gpqa and "hf auth login" in svamp
     for text, page in ((svamp, "ChilleD/SVAMP"), (gsm8k, "openai/gsm8k")):
         assert f"https://huggingface.co/datasets/{page} has moved" in text and "licence" not in text
-
-
-# ---- small parts
-
-
-@pytest.mark.parametrize(
-    "text, inner",
-    [
-        ("It is $\\boxed{5}$.", "5"),
-        ("\\boxed{1}, no, \\boxed{2}", "2"),
-        ("\\boxed{\\frac{\\sqrt{3}}{2^{10}}}, so.", "\\frac{\\sqrt{3}}{2^{10}}"),
-        ("\\boxed{\\left\\{1, 2\\right\\}}", "\\left\\{1, 2\\right\\}"),
-        ("\\boxed{(0, 1] \\text{ {or} } \\}}", "(0, 1] \\text{ {or} } \\}"),  # an escaped brace closes nothing
-        ("\\fbox{ 7 }", "7"),
-        ("\\boxed {8}", "8"),
-        ("$\\boxed 9$.", "9"),
-        ("\\boxed{}", ""),
-        ("\\boxed{1", ""),
-        ("\\boxed", ""),
-        ("\\boxed $", ""),
-        ("nothing", ""),
-        ("", ""),
-    ],
-)
-def test_the_last_box_is_found_whole(text, inner):
-    assert data.boxed(text) == inner

@@ -314,3 +314,28 @@ def test_an_answer_that_holds_nothing_is_wrong_even_beside_such_a_gold(answer):
 )
 def test_matrices_boxes_of_text_and_names_are_what_golds_of_math_have(answer, gold, right):
     assert verify.equal(answer, [gold]) is right
+
+
+@pytest.mark.parametrize(
+    "text, inner",
+    [
+        ("It is $\\boxed{5}$.", "5"),
+        ("\\boxed{1}, no, \\boxed{2}", "2"),
+        ("\\boxed{\\frac{\\sqrt{3}}{2^{10}}}, so.", "\\frac{\\sqrt{3}}{2^{10}}"),
+        ("\\boxed{\\left\\{1, 2\\right\\}}", "\\left\\{1, 2\\right\\}"),
+        ("\\boxed{(0, 1] \\text{ {or} } \\}}", "(0, 1] \\text{ {or} } \\}"),  # an escaped brace closes nothing
+        ("\\fbox{ 7 }", "7"),
+        ("\\boxed {8}", "8"),
+        ("$\\boxed 9$.", "9"),
+        ("\\boxed{}", ""),
+        ("\\boxed{1", None),
+        ("\\boxed", None),
+        ("\\boxed $", None),
+        ("\\boxed{1} and then \\boxed{2", "1"),  # the last complete one
+        ("\\boxed{5}, in \\boxed format", "5"),
+        ("nothing", None),
+        ("", None),
+    ],
+)
+def test_the_last_box_is_found_whole(text, inner):
+    assert verify.boxed(text) == inner
