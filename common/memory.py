@@ -63,21 +63,6 @@ class Sizes:
         return rank * sum(i + o for i, o in self.linears)
 
 
-def empty_model(path):
-    """The model a path or hub id names, without storage. Raises SystemExit when its configuration cannot be had."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise SystemExit(
-            f"--model {path}: its config.json could not be loaded ({str(error).splitlines()[0]}) Is the name right, and the hub "
-            "within reach?"
-        ) from None
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
-
-
 def sizes(model):
     """Sizes of a model, with or without storage."""
     config = model.config.get_text_config()
@@ -400,7 +385,7 @@ def dry_run(args):
 
     task = tasks.load(args)
     path = models.resolve(args.model)
-    model = empty_model(path)
+    model = models.empty_model(path)
     refuse_unsupported(model, args.max_context)
     if run.rank():
         return

@@ -61,16 +61,27 @@ def load_tokenizer(path):
         ) from None
 
 
+def empty_model(path):
+    """The model a path or hub id names, without storage. Raises SystemExit when its configuration cannot be had."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise SystemExit(
+            f"--model {path}: its config.json could not be loaded ({str(error).splitlines()[0]}) Is the name right, and the hub "
+            "within reach?"
+        ) from None
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
 def refuse_too_large(path, dtype, device):
     """Stop before anything is loaded when a model cannot fit into the memory of a machine without a GPU."""
     if device.type != "cpu":
         return
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):  # shapes only
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
-    count = sum(p.numel() for p in model.parameters())
+    count = sum(p.numel() for p in empty_model(path).parameters())
     holders = 2 * int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # trainer and engine of each rank
     need = 1.15 * count * dtype.itemsize * holders / 2**30  # a seventh for activations and the engine's pages
     if need > (have := memory_gb()):

@@ -21,6 +21,7 @@ import torch  # noqa: E402
 
 import train_grpo  # noqa: E402
 from common import memory, run  # noqa: E402
+from common.models import empty_model  # noqa: E402
 from common.policy import Policy, token_logps  # noqa: E402
 from common.turns import Batch, Segment  # noqa: E402
 
@@ -102,7 +103,7 @@ def published(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def published_sizes(published):
-    return {name: memory.sizes(memory.empty_model(path)) for name, path in published.items()}
+    return {name: memory.sizes(empty_model(path)) for name, path in published.items()}
 
 
 @pytest.fixture(scope="module", params=["qwen2", "llama", "qwen3"])
@@ -166,7 +167,7 @@ def test_the_parameters_of_published_models_are_counted_to_the_last_one(publishe
 
 def test_parameters_and_adapter_are_those_of_the_model_that_is_trained(small):
     policy = Policy(grpo_args(model=small))
-    found = memory.sizes(memory.empty_model(small))
+    found = memory.sizes(empty_model(small))
     adapter = sum(p.numel() for p in policy.parameters)
     assert found.adapter(8) == adapter
     assert found.parameters == sum(p.numel() for p in policy.model.parameters()) - adapter
@@ -205,7 +206,7 @@ def test_a_4bit_base_takes_the_bytes_that_bitsandbytes_gives_it(small):
             state = p.quant_state
             parts = (state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code)
             held += sum(t.numel() * t.element_size() for t in parts)
-    assert held == memory.base_bytes(memory.sizes(memory.empty_model(small)), 2, load_4bit=True)
+    assert held == memory.base_bytes(memory.sizes(empty_model(small)), 2, load_4bit=True)
 
 
 @pytest.mark.parametrize("optim", ["adamw", "adamw_8bit"])
@@ -219,7 +220,7 @@ def test_the_optimizer_takes_the_bytes_of_its_states(small, optim):
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.numel() > 1 and not name.startswith("qmap"):
                 states[value.data_ptr()] = value.numel() * value.element_size()
-    assert sum(states.values()) == memory.optimizer_bytes(memory.sizes(memory.empty_model(small)), 16, optim)
+    assert sum(states.values()) == memory.optimizer_bytes(memory.sizes(empty_model(small)), 16, optim)
 
 
 # ---- activations
@@ -238,7 +239,7 @@ def test_what_a_forward_pass_keeps_is_what_the_plan_says_within_1_percent(small,
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         hidden = policy.hidden(packed(tokens, rows=2))
-    found = memory.sizes(memory.empty_model(small))
+    found = memory.sizes(empty_model(small))
     measured = sum(s.nbytes() for pointer, s in kept.items() if pointer not in weights)
     assert measured / (tokens * found.layers * memory.saved_bytes(found, item, rank=8)) == pytest.approx(1, abs=0.01)
     assert hidden.requires_grad
@@ -258,7 +259,7 @@ def test_an_update_takes_what_the_plan_says_and_up_to_10_percent_less(small, dty
     update()
     policy.optimizer.zero_grad()
     _, measured = allocated(update)
-    made = memory.plan(memory.sizes(memory.empty_model(small)), args, 24 * GIB)
+    made = memory.plan(memory.sizes(empty_model(small)), args, 24 * GIB)
     rows = {row.name: row.bytes for row in made.update}
     gradients = rows["trainer: gradients"] // 2  # the flat copy comes after
     planned = (
@@ -521,6 +522,6 @@ if __name__ == "__main__":
         sys.exit(__doc__)
     with tempfile.TemporaryDirectory() as scratch:
         folders = {name: config_only(Path(scratch) / name, name) for name in NUMBERS}
-        known = {name: memory.sizes(memory.empty_model(folder)) for name, folder in folders.items()}
+        known = {name: memory.sizes(empty_model(folder)) for name, folder in folders.items()}
     target = ROOT / "docs/gpu.md"
     target.write_text(fixed_page(target.read_text(), known))
