@@ -129,7 +129,7 @@ def plan(args):
         words = f"{tiny} {warm['turns']} --context strip_think --max_turns {limit}"
         words += " --tis_cap 0"  # or it would half correct the mismatch
         add("turns", f"max_turns-{limit}", label, seed, args.turn_steps, limit, words)
-    words = f"--model smollm2 --task tiny_search --shots 0 --questions 4 {warm['smollm2']}"
+    words = f"--model smollm2 --task tiny_search --shots 0 --questions 4 --lr 3e-5 {warm['smollm2']}"
     for label in SCRIPTS:
         more = f"{words} --eval_every 9 --eval_questions 100"
         add("smollm2", "smollm2", label, 1, args.smollm2_steps, "smollm2", more)
