@@ -42,7 +42,7 @@ TASKS = {"tiny_search": "tiny", "tiny_math": "tiny-math"}  # task: model
 SCRIPTS = {"GRPO": "train_grpo.py", "TSPO": "train_tspo.py", "GTPO": "train_gtpo.py", "RTPO": "train_rtpo.py"}
 # What a part begins with: an adapter of runs/warm_start.py. The tiny base has never seen a history without its thinking, and SmolLM2 no tags.
 WARM = {
-    "turns": "--model tiny --context strip_think --questions 8 --group 8 --steps 40",
+    "turns": "--model tiny --context strip_think --questions 4 --group 8 --steps 240 --lr 2e-3",
     "smollm2": "--model smollm2 --shots 0 --questions 4 --group 4 --steps 30 --temperature 1 --lr 2e-4",
 }
 # The KL to the reference is only measured where it is part of the loss. So little of it is lost in float32's rounding, also where nothing
