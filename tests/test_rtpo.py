@@ -1,5 +1,6 @@
 """RTPO's siblings, phases and credit."""
 
+import itertools
 import random
 from types import SimpleNamespace
 
@@ -85,6 +86,26 @@ def test_the_objective_of_two_siblings_by_hand():
     batch.weight = train_rtpo.token_weights(batch, float, train_rtpo.Args(average="token"))
     loss, _ = train_rtpo.policy_loss(logp, batch, args)
     assert -float(loss) * 5 == pytest.approx(-0.40, abs=1e-4) and -float(loss) == pytest.approx(-0.08, abs=1e-4)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_in_expectation_siblings_give_the_policy_gradient_of_their_turn_times_g_minus_1_over_g(count):
+    """All ways that so many siblings can choose between three turns, each as often as the policy would."""
+    logits = torch.tensor([0.3, -0.2, 0.9], requires_grad=True)
+    outcomes = [1.0, 0.0, 0.25]
+    chances = logits.detach().softmax(0)
+    args, expected = train_rtpo.Args(tis_cap=0.0), torch.zeros(3)
+    for chosen in itertools.product(range(3), repeat=count):
+        before = Turn([7], [5], [-1.0])
+        made = [Trajectory([before, Turn([7, 5, 6], [a], [-1.0])], outcome=outcomes[a]) for a in chosen]
+        g = Group(Question("q", "?", []), made, {"turn": 1})
+        batch = pack([g], [advantages(g)])
+        batch.weight = train_rtpo.token_weights(batch, float, args)
+        logp = torch.zeros(len(batch)).masked_scatter(batch.mask, logits.log_softmax(0)[batch.ids[batch.mask]])
+        loss, _ = train_rtpo.policy_loss(logp, batch, args)
+        expected += chances[list(chosen)].prod() * torch.autograd.grad(-loss, logits)[0]
+    (gradient,) = torch.autograd.grad((logits.softmax(0) * torch.tensor(outcomes)).sum(), logits)
+    assert torch.allclose(expected, gradient * (count - 1) / count, atol=1e-6) and gradient.abs().max() > 0.1
 
 
 def test_no_token_outside_the_boundary_s_turn_is_trained():
