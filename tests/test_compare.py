@@ -289,7 +289,9 @@ def test_the_page_has_every_table_and_says_what_is_worse(filled):
     ]
     assert len(worse) == 7 and sum(compare.MISMATCH in row for row in worse) == 4
     assert "(#remarks)" in text and "\n## Remarks\n" in text
-    assert "`train_X.py --model tiny --task tiny_search --kl_coef 1e-24 --kl k3 --steps 25`" in text  # what seeds share
+    assert (
+        "`train_X.py --model tiny --task tiny_search --kl_coef 1e-24 --kl k3 --steps 25`, commit 0123456." in text
+    )  # what seeds share
 
 
 def test_pictures_are_drawn_and_small(filled):
@@ -314,7 +316,10 @@ def test_what_is_written_around_the_marks_survives(filled, tmp_path):
     text = page.read_text()
     assert text.startswith("# Ours") and text.endswith("\n\nBecause.\n")
     assert "## tiny_search" not in text and "## Exact match against" in text
-    assert "of other code or arguments** | max_turns-2/train_grpo-s1 |" in text
+    assert "made before the code or arguments changed** | max_turns-2/train_grpo-s1 |" in text
+    assert "arguments changed** | max_turns-2 (3), max_turns-3 (2) |" in compare_page.header(
+        [compare_page.Result(job) for job in some], some, sorted(some, key=lambda job: job.at)[:5]
+    )
     again = compare_page.write(some, [some[0]], tmp_path)
     assert page.read_text() == text and len(again) == 4
     page.write_text("no marks")
