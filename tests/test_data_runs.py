@@ -1,6 +1,9 @@
 """Every named data set is trained on and evaluated with the real engine, from files of its real schema, and hotpotqa as a user types it."""
 
 import json
+import signal
+import subprocess
+import time
 
 import commands
 import fixtures
@@ -105,11 +108,16 @@ def test_hotpotqa_is_the_default_and_needs_no_corpus_and_no_server(tmp_path):
     assert len(tool.documents) > 200 and tool(tool.documents[7]["title"]).startswith("Doc 1 (Title: ")
 
     words = f"--adapter {out}/adapter --task hotpotqa,tiny_search --limit 4 --out {tmp_path}/bench"
-    commands.command("eval.py", *words.split(), env=hub)
-    first = (tmp_path / "bench" / "hotpotqa" / "eval.json").read_text()
-    (tmp_path / "bench" / "tiny_search" / "eval.json").unlink()  # as if it had been killed in the middle of it
+    launch, environment = commands.launcher()
+    finished, next_one = (tmp_path / "bench" / name / "eval.json" for name in ("hotpotqa", "tiny_search"))
+    killed = subprocess.Popen([*launch, "eval.py", *words.split()], cwd=commands.ROOT, env=environment | hub)
+    while killed.poll() is None and not finished.exists():
+        time.sleep(0.02)
+    killed.kill()
+    assert killed.wait() == -signal.SIGKILL and not next_one.exists()  # in the middle of the second benchmark
+    first = finished.read_text()
     done = commands.command("eval.py", *words.split(), "--resume", env=hub)
-    assert (tmp_path / "bench" / "hotpotqa" / "eval.json").read_text() == first
+    assert finished.read_text() == first and next_one.exists()
     rows = (tmp_path / "bench" / "benchmarks.md").read_text().splitlines()
     assert [row.split("|")[1].strip() for row in rows[2:]] == ["hotpotqa", "tiny_search", "mean"]
     assert "hotpotqa, base" not in done.stderr and "goes on after benchmarks" in done.stdout + done.stderr
