@@ -36,7 +36,7 @@ class Args:
     """what to evaluate (without --adapter: the base)"""
     task: str = "hotpotqa"
     """a data set (docs/data.md), tiny_search, tiny_math, reasoning_gym:<name>, or a JSONL file of {"question", "answers"} lines; several
-    with commas between them; search_qa, math: lists of data sets"""
+    with commas between them; search_qa, math_sets: lists of data sets"""
     task_kind: Literal["search", "math"] = "search"
     """of a JSONL file: search (with --corpus or --retriever; exact match) or math (with Python; answers compared by value)"""
     corpus: str = ""

@@ -7,9 +7,9 @@ import re
 from common import run, stats
 from common.log import STOPS, sample
 
-SUITES = {  # what papers report together
+SUITES = {  # what papers report together; no name is that of a data set
     "search_qa": "nq triviaqa popqa hotpotqa 2wiki musique bamboogle".split(),  # Search-R1 (arXiv:2503.09516), table 2
-    "math": "aime24 aime25 math500 amc23 gsm8k svamp olympiadbench".split(),
+    "math_sets": "aime24 aime25 math500 amc23 gsm8k svamp olympiadbench".split(),
 }
 DECODING = {  # of the papers' evaluations, as arguments of eval.py
     "own": {},

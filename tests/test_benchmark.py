@@ -21,7 +21,14 @@ def test_every_name_in_a_suite_is_a_data_set_of_its_kind():
     from common import data
 
     assert {data.SOURCES[name].kind for name in benchmark.SUITES["search_qa"]} == {"search"}
-    assert {data.SOURCES[name].kind for name in benchmark.SUITES["math"]} == {"math"}
+    assert {data.SOURCES[name].kind for name in benchmark.SUITES["math_sets"]} == {"math"}
+
+
+def test_no_suite_has_the_name_of_a_data_set():
+    from common import data
+
+    assert not set(benchmark.SUITES) & set(data.SOURCES)
+    assert benchmark.names("gsm8k,math") == ["gsm8k", "math"]
 
 
 def test_one_benchmark_lies_in_the_run_directory_and_several_below_it(tmp_path):
