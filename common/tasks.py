@@ -14,6 +14,7 @@ import json
 import random
 import re
 import sys
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +30,12 @@ from tools.simulate import Simulator
 
 TEST = 500  # questions of a file that are kept for eval.py
 GYM = "reasoning_gym:"  # how --task names a data set of that package
+DRESS = re.compile(r"\\(?:text|math|mbox)[a-z]*|\\[()\[\]]|[*${}\[\]]")  # what may stand around a letter
+OPTION = re.compile(r"\b[A-D]\b|\b[a-d](?=\))")  # a letter that may stand for an option
+LETTER = re.compile(  # (letter of an option, what follows it)
+    r"(?:(?:the|correct|right|answer|option|choice|is)\b[\s:]*)*\(?([a-z])(?=\s*[).:,;\n]|\s+[-–—]|\s*$)(.*)",
+    re.IGNORECASE | re.DOTALL,
+)
 GYM_TRAIN = 2000  # questions made of it to train on
 WIKIPEDIA = (
     "Give --retriever http://host:8000/retrieve, a server that speaks Search-R1's protocol, or --corpus passages.jsonl. The passages "
@@ -174,15 +181,20 @@ class GymQA(MathQA):
 
 
 class ChoiceQA(MathQA):
-    """Questions with lettered options. The outcome is whether the answer names the right letter."""
+    """Questions with lettered options. The outcome is whether the answer names the right letter, and no other one."""
 
     asked = "{}\nAnswer with the letter of the right option."
 
     def score(self, answer, question):
-        said = re.match(
-            r"(?:(?:option|answer|choice)\s*:?\s*)?\(?([a-z])(?:[).:]|$)", verify.plain(answer or ""), re.IGNORECASE
-        )
-        return float(bool(said) and said[1].upper() in question.golds), {}
+        answer = DRESS.sub("", verify.boxed(answer or "") or answer or "")
+        said = LETTER.match(answer.strip())
+        if not said:
+            return 0.0, {}
+        letter = said[1].upper()
+        # Who names a second option has not decided; but an option may have such letters in its own text.
+        option = " ".join([letter, *re.findall(rf"^{letter}\) (.*)", question.text, re.MULTILINE)])
+        named, own = ({name.upper() for name in OPTION.findall(text)} for text in (said[2], option))
+        return float(letter in question.golds and named <= own), {}
 
 
 class CodeQA(MathQA):
@@ -202,7 +214,11 @@ class CodeQA(MathQA):
         prompt, name, test = (question.info[key] for key in ("prompt", "entry_point", "test"))
         code = protocol.cleaned("python", answer or "")
         whole = re.search(rf"^(?:async )?def {re.escape(name)}\b", code, re.MULTILINE)
-        before = prompt[: prompt.index(f"def {name}")] if whole else f"{prompt}    "
+        before = prompt[: prompt.index(f"def {name}")] if whole else prompt
+        if not whole:
+            # Out of a fence, or with a later line at the margin, none is indented; else only the first one has lost that.
+            bare = code != (answer or "").strip() or re.search(r"\n\S", code)
+            code = textwrap.indent(code, "    ") if bare else f"    {code}"
         # An answer that ends the process early would look like one that passed: so the last words must be these.
         passed = hashlib.sha256(f"{question.id} {test}".encode()).hexdigest()
         program = f"{before}{code}\n{test}\ncheck({name})\nprint('{passed}')"

@@ -280,13 +280,26 @@ def of_kind(family, make_args, question, *more):
                 "option B",
                 r"\boxed{B}",
                 r"\text{B}",
+                r"\textbf{B}",
+                r"\mathrm{B}",
+                r"$\mathbf{(B)}$",
+                "**B**",
+                "[B]",
+                "**Answer:** B",
+                "B, because it is",
+                "B - Mars",
+                "The answer is B",
+                "The correct option is (B).",
+                "B) $D$, Mars",  # as the option itself has it
+                "b)\na planet",
             )
         ),
-        *((answer, 0.0) for answer in ("A", "", None, "Mars", "Bright", "A or B", "be")),
+        *((answer, 0.0) for answer in ("A", "", None, "Mars", "Bright", "A or B", "be", "A) $B$", "B planet")),
+        *((answer, 0.0) for answer in ("B) or C)", "b) or c)", "B, or perhaps A", "B/C", "A, B")),
     ],
 )
 def test_an_option_is_named_by_its_letter(make_args, answer, right):
-    question = Question("1", "Which planet is red?\nA) Venus\nB) Mars", ["B"])
+    question = Question("1", "Which planet is red?\nA) Venus\nB) $D$, Mars\nC) Io\nD) Sun", ["B"])
     assert of_kind(tasks.ChoiceQA, make_args, question).score(answer, question) == (right, {})
 
 
@@ -300,6 +313,13 @@ TESTED = "def check(candidate):\n    assert candidate(5) == 2\n    assert candid
         ("def half(n):\n    return n // 2", 1.0),
         ("```python\nfrom os import path\n\ndef half(n):\n    return n // 2\n```", 1.0),
         ("return n // 2", 1.0),  # what follows the question's text
+        ("m = n // 2\n    return m", 1.0),
+        ("m = n // 2\nreturn m", 1.0),
+        ("\n    m = n // 2\n    return m\n", 1.0),
+        ("```python\nm = n // 2\nreturn m\n```", 1.0),
+        ("```python\n    m = n // 2\n    return m\n```", 1.0),
+        ("```\nfor m in (n // 2,):\n    return m\n```", 1.0),
+        ("```\nm = n / 2\nreturn m\n```", 0.0),
         ("def half(n):\n    return n / 2", 0.0),
         ("def half(n):\n    return n // ", 0.0),
         ("def half(n):\n    raise SystemExit", 0.0),  # the process ends as after success
