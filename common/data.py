@@ -59,9 +59,9 @@ class Source:
     apart: tuple[str, ...] = ()  # data sets whose test questions are not trained on
 
 
-def load(name, eval_questions, with_documents, whole=False):
+def load(name, eval_questions, with_documents):
     """Data of the set `name`. held_out has `eval_questions` questions, but at most a quarter of the train split; which ones, the texts
-    decide and not their places. Data sets without a train split have `test` only. whole: all of it is `test`.
+    decide and not their places. Data sets without a train split have `test` only.
 
     Raises SystemExit for what is missing, out of reach, or of another form than expected.
     """
@@ -78,14 +78,9 @@ def load(name, eval_questions, with_documents, whole=False):
     key = KEYS[source.kind]
     keys = {q.id: key(q.text) for q in test + train}
     taken = {keys[q.id] for q in test}
-    if not whole:
-        for other in map(SOURCES.get, source.apart):
-            taken |= {key(q.text) for q in read_questions(other, other.test, table(name, other, other.test))}
-    train, held_out = [q for q in train if keys[q.id] not in taken], []
-    if whole:
-        test, train = test + train, []
-    else:
-        train, held_out = split_off(train, eval_questions, keys)
+    for other in map(SOURCES.get, source.apart):
+        taken |= {key(q.text) for q in read_questions(other, other.test, table(name, other, other.test))}
+    train, held_out = split_off([q for q in train if keys[q.id] not in taken], eval_questions, keys)
     documents = documents_of(source, tables) if with_documents and source.paragraphs else None
     return Data(source.kind, train, held_out, test, documents)
 

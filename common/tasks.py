@@ -283,12 +283,16 @@ def read_questions(path, normal=normalise):
 
 def load(args, use="train"):
     """The task --task names, of the family it belongs to. Its questions are split into train, held_out (--eval_questions of them, if
-    there are) and test; no text is in two of them. use: "train", "eval", or "all", where all questions become `test`.
+    there are) and test; no text is in two of them. use: "train", "eval", or "all", where all questions of a file become `test`.
 
     Raises SystemExit for data that is missing or malformed, before any model is loaded.
     """
     make = task_maker(args)
     refuse_unlearned(args, make is not search_task)
+    source = data.SOURCES.get(args.task)
+    trained = source.train if source else args.task in ("tiny_search", "tiny_math") or args.task.startswith(GYM)
+    if use == "all" and trained:
+        raise SystemExit(f"--task {args.task} is no test set: it has questions to train on, and others to test on.")
     family, tool, train, held_out, test = make(args, use == "all")
     if use == "train" and not train:
         raise SystemExit(
@@ -333,13 +337,11 @@ def math_task(args, whole):
         )
     family, python = MathQA, functools.partial(python_tool, args.tool_timeout, args.unsafe_python)
     if args.task in data.SOURCES:
-        found = data.load(args.task, args.eval_questions, False, whole)
+        found = data.load(args.task, args.eval_questions, False)
         family = {"math": MathQA, "choice": ChoiceQA, "code": CodeQA}[found.kind]
         family = functools.partial(family, python()) if family is CodeQA else family
         parts = found.train, found.held_out, found.test
     elif args.task == "tiny_math":
-        if whole:
-            raise SystemExit("--task tiny_math is no test set: it has questions to train on, and others to test on.")
         train, held_out = (
             [Question(q["id"], q["question"], q["answers"], info={"steps": q["steps"]}) for q in part]
             for part in tiny_math.questions()
@@ -347,8 +349,6 @@ def math_task(args, whole):
         half = len(held_out) // 2
         parts = train, held_out[:half][: args.eval_questions], held_out[half:]
     elif args.task.startswith(GYM):
-        if whole:
-            raise SystemExit(f"--task {args.task} is no test set: it has questions to train on, and others to test on.")
         family, *parts = gym_questions(args)
     else:
         questions = read_questions(args.task, normal=words)
@@ -409,15 +409,13 @@ def search_task(args, whole):
         raise SystemExit("--corpus and --retriever: one of them, there is one place to search in.")
     given = args.corpus or args.retriever or args.tools == "off"
     if args.task in data.SOURCES:
-        found = data.load(args.task, args.eval_questions, not given, whole)
+        found = data.load(args.task, args.eval_questions, not given)
         if not given and found.documents is None:
             raise SystemExit(
                 f"--task {args.task}: its answers are looked up in Wikipedia, which it does not bring along. {WIKIPEDIA}"
             )
         documents, parts = found.documents or args.corpus, (found.train, found.held_out, found.test)
     elif args.task == "tiny_search":
-        if whole:
-            raise SystemExit("--task tiny_search is no test set: it has questions to train on, and others to test on.")
         documents, *parts = tiny.search_world()
         train, held_out = (
             [Question(q["id"], q["question"], q["answers"], info={"hops": q["hops"]}) for q in part] for part in parts

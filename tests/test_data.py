@@ -12,7 +12,7 @@ import datasets
 import fixtures
 import pytest
 
-from common import data, scores
+from common import data, scores, tasks
 from tools.search import Search
 
 LOADED = {  # name: kind, questions to train on and held out, to test on, rows left out, documents
@@ -52,6 +52,10 @@ def load(folder, name, eval_questions=2, with_documents=False, **more):
     return data.load(name, eval_questions, with_documents, **more)
 
 
+def everything(made):
+    return made.train + made.held_out + made.test
+
+
 def texts(questions):
     return {scores.normalise(q.text) for q in questions}
 
@@ -78,9 +82,10 @@ def test_a_set_loads_from_files_of_its_real_schema(folder, name, capsys):
     assert len(made.documents or ()) == (documents or 0) and (made.documents is None) == (documents is None)
     said = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
     assert len(said) == bool(left_out) and all(f"{name}: left out {left_out} of" in line for line in said)
-    everything = made.train + made.held_out + made.test
-    assert len({q.id for q in everything}) == len(everything)
-    for q in everything:
+    assert bool(made.train) == bool(data.SOURCES[name].train)  # the others can only be tested on
+    questions = everything(made)
+    assert len({q.id for q in questions}) == len(questions)
+    for q in questions:
         assert q.text.strip() and len(set(q.golds)) == len(q.golds) and all(g == g.strip() != "" for g in q.golds)
         assert bool(q.golds) == (kind != "code")
 
@@ -117,20 +122,20 @@ def test_golds_are_what_the_row_says_in_order_and_without_duplicates(folder, nam
 
 
 def test_ids_come_from_the_rows_and_a_repeated_one_is_told_apart(folder):
-    made = load(folder, "hotpotqa", whole=True)
-    assert [q.id for q in made.test if q.text.startswith("An id")] == ["train-5a0~2"]
-    assert {"validation-5c0", "train-5a0", "train-5b2"} <= {q.id for q in made.test}
-    mixed = load(folder, "nq_hotpotqa", whole=True).test
+    made = everything(load(folder, "hotpotqa"))
+    assert [q.id for q in made if q.text.startswith("An id")] == ["train-5a0~2"]
+    assert {"validation-5c0", "train-5a0", "train-5b2"} <= {q.id for q in made}
+    mixed = everything(load(folder, "nq_hotpotqa"))
     assert {q.id: q.info for q in mixed}["train-hotpotqa-train_3"] == {"source": "hotpotqa"}
     assert sum(q.id.endswith("train_3") for q in mixed) == 2 and not any("~" in q.id for q in mixed)
 
 
 def test_questions_without_an_id_are_named_after_their_text(folder):
     place = folder / fixtures.SETS["gsm8k"][0]
-    ids = {q.text: q.id for q in load(folder, "gsm8k", whole=True).test}
+    ids = {q.text: q.id for q in everything(load(folder, "gsm8k"))}
     columns, splits = fixtures.SETS["gsm8k"][2:]
     fixtures.save(place / "train.parquet", splits["train"][::-1], columns)
-    assert {q.text: q.id for q in data.load("gsm8k", 2, False, whole=True).test} == ids and len(ids) == 10
+    assert {q.text: q.id for q in everything(data.load("gsm8k", 2, False))} == ids and len(ids) == 10
 
 
 def test_code_carries_what_a_scorer_needs_and_has_no_golds(folder):
@@ -218,14 +223,15 @@ def test_case_and_signs_tell_questions_of_mathematics_apart_and_spaces_do_not(fo
     assert not kept & {q.text for q in made.test}
 
 
-def test_whole_puts_all_into_test_and_what_can_only_be_tested_stays_there(folder):
-    parts, whole = (load(folder, "hotpotqa", whole=w) for w in (False, True))
-    assert (whole.train, whole.held_out) == ([], [])
-    everything = {q.id for q in parts.train + parts.held_out + parts.test}
-    assert {q.id for q in whole.test} == everything and whole.test[: len(parts.test)] == parts.test
-    for w in (False, True):
-        made = load(folder, "popqa", whole=w)
-        assert (made.train, made.held_out, len(made.test)) == ([], [], 2)
+def test_a_set_with_questions_to_train_on_is_not_taken_whole_for_a_test_set(folder, make_args):
+    trained = [name for name, (_, train, *_) in LOADED.items() if train]
+    assert len(trained) == 9
+    for name in (*trained, "tiny_search"):
+        with pytest.raises(SystemExit, match=f"--task {name} is no test set: it has questions to train on"):
+            tasks.load(make_args(task=name), use="all")
+    fixtures.write(folder, "aime25")
+    made = tasks.load(make_args(task="aime25", tools="off"), use="all")
+    assert (made.train, made.held_out, len(made.test)) == ([], [], 3)
 
 
 def test_only_rank_0_says_what_is_left_out(folder, monkeypatch, capsys):
@@ -297,12 +303,12 @@ def test_a_missing_file_is_named(folder):
 
 
 def test_parquet_may_be_lines_of_json(folder):
-    asked = [(q.id, q.text, q.golds) for q in load(folder, "hotpotqa", whole=True).test]
+    asked = [(q.id, q.text, q.golds) for q in everything(load(folder, "hotpotqa"))]
     place, _, _, splits = fixtures.SETS["hotpotqa"]
     for split in ("train", "validation"):
         (folder / place / f"{split}.parquet").unlink()
         fixtures.save(folder / place / f"{split}.jsonl", splits[split])
-    assert [(q.id, q.text, q.golds) for q in data.load("hotpotqa", 2, False, whole=True).test] == asked
+    assert [(q.id, q.text, q.golds) for q in everything(data.load("hotpotqa", 2, False))] == asked
 
 
 RENAMED = {"id": "1", "query": "Who?", "golden_answers": ["Bo"]}
