@@ -131,12 +131,14 @@ def parse(argv=None):
         f"--{k}={v}" if not isinstance(v, bool) else f"--{k}" if v else f"--no-{k}"
         for k, v in (taken | of_paper).items()
     ]
-    args = run.parse(Args, [*words, *argv])
+    args = run.parse(Args, [*words, *argv, "--no-resume"])
+    parts = ("eval", Path(args.model).name, benchmark.short(args.task), args.split, name)
+    args.out = args.out or "out/" + "-".join(filter(None, parts))
+    if given.resume:  # what is not given is as it was there
+        return run.parse(Args, [*argv, f"--out={args.out}"])
     if args.systems == "adapter" and not args.adapter:
         raise SystemExit("--systems adapter needs --adapter, the folder of a LoRA adapter.")
     args.systems = args.systems if args.adapter else "base"
-    words = ("eval", Path(args.model).name, Path(args.task).stem, args.split, name)
-    args.out = args.out or "out/" + "-".join(filter(None, words))
     if run.rank() == 0 and taken:
         kept = [f"--{k} {v}" for k, v in taken.items() if v not in ("", False) and getattr(args, k) == v]
         run.say(f"as in the run {name}: {' '.join(kept)}")

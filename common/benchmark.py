@@ -1,8 +1,10 @@
 """What eval.py reports: lists of benchmarks, decoding settings, and the figures of questions and benchmarks."""
 
 import dataclasses
+import hashlib
 import json
 import re
+from pathlib import Path
 
 from common import run, stats
 from common.log import STOPS, sample
@@ -22,6 +24,12 @@ def names(text):
     """--task as a list: names, files and suites, separated by commas; each once."""
     parts = [part.strip() for part in text.split(",")]
     return list(dict.fromkeys(name for part in parts if part for name in SUITES.get(part, [part])))
+
+
+def short(text):
+    """--task as a part of a folder's name: the stem of each entry; of a long list the first ones and a hash of all."""
+    stems = "-".join(Path(part.strip()).stem for part in text.split(",") if part.strip())
+    return stems if len(stems) <= 60 else f"{stems[:50]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def load(args):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import eval as evaluation
-from common import benchmark, run, stats
+from common import benchmark, data, run, stats
 from common.turns import Question
 
 
@@ -18,15 +18,11 @@ def test_a_list_is_names_files_and_suites_each_once():
 
 
 def test_every_name_in_a_suite_is_a_data_set_of_its_kind():
-    from common import data
-
     assert {data.SOURCES[name].kind for name in benchmark.SUITES["search_qa"]} == {"search"}
     assert {data.SOURCES[name].kind for name in benchmark.SUITES["math_sets"]} == {"math"}
 
 
 def test_no_suite_has_the_name_of_a_data_set():
-    from common import data
-
     assert not set(benchmark.SUITES) & set(data.SOURCES)
     assert benchmark.names("gsm8k,math") == ["gsm8k", "math"]
 
@@ -59,6 +55,14 @@ def questions(tmp_path):
 def args_for(qwen, task, *words):
     small = "--max_context 512 --max_turn_tokens 32 --max_turns 2 --unsafe_python"
     return evaluation.parse(["--model", qwen, "--task", str(task), *small.split(), *words])
+
+
+def test_a_list_is_named_by_all_its_entries_within_bounds():
+    assert benchmark.short("hotpotqa") == "hotpotqa" and benchmark.short("out/test.jsonl") == "test"
+    assert benchmark.short("hotpotqa, sub/test.jsonl,") == "hotpotqa-test"
+    long = ",".join(data.SOURCES)
+    assert benchmark.short(long).startswith("hotpotqa-2wiki-musique-") and len(benchmark.short(long)) == 59
+    assert benchmark.short(long) != benchmark.short(f"{long},tiny_search")
 
 
 def test_what_is_searched_in_does_not_concern_benchmarks_that_compute(qwen, questions):

@@ -152,6 +152,21 @@ def test_what_is_not_given_is_as_in_the_run_of_the_adapter(trained, monkeypatch)
     assert evaluation.parse(["--adapter", "adapter"]).topk == 2
 
 
+def test_an_evaluation_goes_on_in_the_folder_that_the_same_words_began_in(trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["--adapter", f"{trained}/adapter", "--task", "hotpotqa,sub/test.jsonl", "--samples", "4"]
+    begun = evaluation.parse(words)
+    assert begun.out == "out/eval-tiny-hotpotqa-test-test-grpo-s1"
+    with pytest.raises(SystemExit, match=f"--resume: no run in {begun.out}"):
+        evaluation.parse([*words, "--resume"])
+    Path(begun.out).mkdir(parents=True)
+    (Path(begun.out) / "args.json").write_text(json.dumps(vars(begun)))
+    for again in ([*words, "--resume"], ["--resume", "--out", begun.out]):
+        assert vars(evaluation.parse(again)) == vars(begun) | {"resume": True}
+    with pytest.raises(SystemExit, match="--samples 4 -> 2. Leave these out"):
+        evaluation.parse([*words, "--resume", "--samples", "2"])
+
+
 def test_a_checkpoint_and_an_adapter_that_was_linked_elsewhere_find_their_run_too(trained, tmp_path):
     args = evaluation.parse(["--adapter", f"{trained}/checkpoints/step-5/adapter"])
     assert (args.topk, args.out) == (2, "out/eval-tiny-q-test-grpo-s1-step-5")
