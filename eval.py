@@ -123,8 +123,11 @@ def parse(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     given = tyro.cli(Args, args=argv, use_underscores=True)
     name, taken = run_of(given.adapter) if given.adapter else ("", {})
-    replaced = {"corpus": given.retriever, "retriever": given.corpus}  # there is one place to search in
-    shared = [f.name for f in dataclasses.fields(Args) if f.name not in OWN and not replaced.get(f.name)]
+    task = tyro.cli(Args, args=argv, use_underscores=True, default=Args(task=taken.get("task", ""))).task
+    # A given place to search in stands for the run's own, which goes with the run's questions only.
+    replaced = ("corpus", "retriever") if given.corpus or given.retriever or task != taken.get("task") else ()
+    dropped = "".join(f"; not --{k} {taken[k]}" for k in replaced if taken.get(k))
+    shared = [f.name for f in dataclasses.fields(Args) if f.name not in (*OWN, *replaced)]
     taken = {k: taken[k] for k in shared if k in taken}
     of_paper = benchmark.DECODING[given.decoding]
     words = [
@@ -141,7 +144,7 @@ def parse(argv=None):
     args.systems = args.systems if args.adapter else "base"
     if run.rank() == 0 and taken:
         kept = [f"--{k} {v}" for k, v in taken.items() if v not in ("", False) and getattr(args, k) == v]
-        run.say(f"as in the run {name}: {' '.join(kept)}")
+        run.say(f"as in the run {name}: {' '.join(kept)}{dropped}")
     return args
 
 

@@ -32,20 +32,23 @@ def short(text):
     return stems if len(stems) <= 60 else f"{stems[:50]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
+def args_of(args, name):
+    """The arguments of one benchmark of --task. Of several, --corpus and --retriever concern those that search."""
+    from common import tasks
+
+    of_one = dataclasses.replace(args, task=name)
+    if len(names(args.task)) > 1 and tasks.task_maker(of_one) is not tasks.search_task:
+        return dataclasses.replace(of_one, corpus="", retriever="")
+    return of_one
+
+
 def load(args):
-    """{name: (task, its questions)} of the benchmarks in --task. Raises SystemExit before anything heavy is loaded.
+    """{name: (task, its questions)} of the benchmarks in --task. Raises SystemExit before anything heavy is loaded."""
+    from common import tasks
 
-    Where there are several, --corpus and --retriever concern those that search and have no documents of their own.
-    """
-    from common import data, tasks
-
-    found, several = {}, len(names(args.task)) > 1
+    found = {}
     for name in names(args.task):
-        of_one = dataclasses.replace(args, task=name)
-        own = name in data.SOURCES and data.SOURCES[name].paragraphs
-        if several and (own or tasks.task_maker(of_one) is not tasks.search_task):
-            of_one = dataclasses.replace(of_one, corpus="", retriever="")
-        task = tasks.load(of_one, "all" if args.split == "all" else "eval")
+        task = tasks.load(args_of(args, name), "all" if args.split == "all" else "eval")
         questions = (task.held_out if args.split == "dev" else task.test)[: args.limit or None]
         if not questions:
             raise SystemExit(f"--split {args.split}: {name} has no such questions.")
@@ -113,7 +116,7 @@ def write(folder, args, name, questions, items):
     # Last: where it is, the benchmark is finished.
     run.write_json(
         folder / "eval.json",
-        {"args": dataclasses.asdict(args) | {"task": name}, "figures": summaries, "questions": each},
+        {"args": dataclasses.asdict(args_of(args, name)), "figures": summaries, "questions": each},
     )
     return text
 

@@ -417,6 +417,7 @@ def search_task(args, whole):
         documents, parts = found.documents or args.corpus, (found.train, found.held_out, found.test)
     elif args.task == "tiny_search":
         documents, *parts = tiny.search_world()
+        documents = args.corpus or documents
         train, held_out = (
             [Question(q["id"], q["question"], q["answers"], info={"hops": q["hops"]}) for q in part] for part in parts
         )

@@ -2,6 +2,8 @@
 
 import json
 
+import datasets
+import fixtures
 import pytest
 
 import eval as evaluation
@@ -63,6 +65,26 @@ def test_a_list_is_named_by_all_its_entries_within_bounds():
     long = ",".join(data.SOURCES)
     assert benchmark.short(long).startswith("hotpotqa-2wiki-musique-") and len(benchmark.short(long)) == 59
     assert benchmark.short(long) != benchmark.short(f"{long},tiny_search")
+
+
+def test_a_given_place_to_search_in_stands_for_that_of_every_benchmark_that_searches(qwen, questions, monkeypatch):
+    monkeypatch.setenv("TURNWISE_DATA", str(questions / "hub"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", questions / "cache")
+    fixtures.write(questions / "hub", "hotpotqa")
+    corpus, words = str(questions / "corpus.jsonl"), ("--max_context", "1024", "--max_turn_tokens", "64")
+    several = "hotpotqa,tiny_search,tiny_math"
+    for task, given, size in (
+        (several, corpus, {"hotpotqa": 8, "tiny_search": 8, "tiny_math": None}),
+        ("hotpotqa", corpus, {"hotpotqa": 8}),
+        ("hotpotqa,tiny_math", "", {"hotpotqa": 5, "tiny_math": None}),  # its own paragraphs
+    ):
+        args = args_for(qwen, task, *words, "--corpus", given)
+        found = {name: getattr(task.tool, "documents", None) for name, (task, _) in benchmark.load(args).items()}
+        assert {name: some and len(some) for name, some in found.items()} == size
+        for name in size:
+            benchmark.write(questions / name, args, name, [Question("0", "q", ["a"])], {"base": figures(1)})
+            used = json.loads((questions / name / "eval.json").read_text())["args"]
+            assert (used["task"], used["corpus"]) == (name, given if size[name] else "")
 
 
 def test_what_is_searched_in_does_not_concern_benchmarks_that_compute(qwen, questions):

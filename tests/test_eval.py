@@ -129,7 +129,7 @@ def trained(tmp_path):
     return folder
 
 
-def test_what_is_not_given_is_as_in_the_run_of_the_adapter(trained, monkeypatch):
+def test_what_is_not_given_is_as_in_the_run_of_the_adapter(trained, monkeypatch, capsys):
     args = evaluation.parse(["--adapter", f"{trained}/adapter"])
     assert (args.model, args.task, args.corpus, args.topk, args.max_turns, args.seed) == (
         "tiny",
@@ -148,6 +148,13 @@ def test_what_is_not_given_is_as_in_the_run_of_the_adapter(trained, monkeypatch)
     assert args.out == "out/eval-tiny-q-dev-grpo-s1"
     args = evaluation.parse(["--adapter", f"{trained}/adapter", "--retriever", "http://x/retrieve"])
     assert (args.corpus, args.retriever) == ("", "http://x/retrieve")  # in place of the corpus, not beside it
+    for task in ("hotpotqa", "gsm8k", "q.jsonl,gsm8k"):  # the corpus goes with the run's own questions
+        args = evaluation.parse(["--adapter", f"{trained}/adapter", "--task", task])
+        assert (args.task, args.corpus, args.topk) == (task, "", 2)
+        assert capsys.readouterr().err.endswith("; not --corpus c.jsonl\n")
+        args = evaluation.parse(["--adapter", f"{trained}/adapter", "--task", task, "--corpus", "d.jsonl"])
+        assert args.corpus == "d.jsonl"
+    assert evaluation.parse(["--adapter", f"{trained}/adapter", "--task=q.jsonl"]).corpus == "c.jsonl"
     monkeypatch.chdir(trained)
     assert evaluation.parse(["--adapter", "adapter"]).topk == 2
 
