@@ -156,9 +156,13 @@ def test_a_bad_request_is_told_what_is_wrong_with_it(server, body, words):
 
 def test_numba_finds_the_same_scores(corpus, local):
     other = Search(corpus, 3, backend="numba")
-    queries = [*WORDS[:8], "Ada", "number", "", "zzz"]
-    for one, two in zip(local.find_all(queries, 3), other.find_all(queries, 3)):
+    queries = ["It is not", *WORDS[:8], "Ada", "number", "", "zzz"]  # the first has no word that the index takes
+    for one, two in zip(local.find_all(queries, 3), other.find_all(queries, 3), strict=True):
         assert [score for _, score in one] == pytest.approx([score for _, score in two], rel=1e-6)
+    for first in ("It is not", "", "zzz"):
+        assert local.find_all([first, "word5"], 1) == other.find_all([first, "word5"], 1)
+        assert [[d["id"] for d, _ in one] for one in other.find_all([first, "word5", first], 1)] == [[], ["w5"], []]
+        assert local.find_all([first] * 2, 1) == other.find_all([first] * 2, 1) == [[], []]
     assert [other.find(word) for word in WORDS[:8]] == [local.find(word) for word in WORDS[:8]]
 
 

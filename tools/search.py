@@ -153,11 +153,14 @@ class Search:
         """A list of at most topk (document, score) for each query, the best first; a query without a known word finds none."""
         if not queries:
             return []
-        topk, tokens = min(topk, len(self.documents)), self._tokenize(queries)
-        places, scores = self.index.retrieve(tokens, k=topk, show_progress=False, n_threads=0)
-        return [
-            [(self.documents[i], float(score)) for i, score in zip(*one) if score > 0] for one in zip(places, scores)
-        ]
+        topk, tokens, found = min(topk, len(self.documents)), self._tokenize(queries), [[] for _ in queries]
+        asked = [i for i, ids in enumerate(tokens.ids) if ids]
+        if asked:  # a query without a word must not come first: numba fails over it
+            tokens = tokens._replace(ids=[tokens.ids[i] for i in asked])
+            places, scores = self.index.retrieve(tokens, k=topk, show_progress=False, n_threads=0)
+            for i, *one in zip(asked, places, scores):
+                found[i] = [(self.documents[place], float(score)) for place, score in zip(*one) if score > 0]
+        return found
 
     def find(self, query):
         """query -> documents, the best first."""
