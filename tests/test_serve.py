@@ -130,6 +130,29 @@ def test_health_says_what_is_served(server):
     assert wait(server) == {"status": "ok", "documents": len(DOCUMENTS) + 1, "kind": "bm25"}
 
 
+def test_health_answers_while_64_requests_wait_for_the_index():
+    """More requests than the server has threads, which are 40."""
+
+    class Slow:
+        documents, done = DOCUMENTS, threading.Event()
+
+        def find_all(self, queries, topk):
+            self.done.wait(30)
+            return [[] for _ in queries]
+
+    address, stop = serving(Slow(), serve.Args("", port=0))
+    with ThreadPoolExecutor(64) as pool:
+        try:
+            answers = [pool.submit(post, address, queries=["Ada"]) for _ in range(64)]
+            time.sleep(1)
+            assert requests.get(f"{address}/health", timeout=5).json()["documents"] == len(DOCUMENTS)
+            assert not any(answer.done() for answer in answers)
+        finally:
+            Slow.done.set()
+        assert [answer.result().json() for answer in answers] == [{"result": [[]]}] * 64
+    stop()
+
+
 @pytest.mark.parametrize(
     "body, words",
     [

@@ -277,7 +277,7 @@ def application(index, args):
         return answer({"detail": f"{where or 'the body'}: {first['msg']}. Expected is {wanted}."}, 422)
 
     @app.post("/retrieve")
-    def retrieve(request: Request):  # not async: it runs in a thread, and /health answers meanwhile
+    def retrieve(request: Request):  # not async: it runs in one of 40 threads, and /health answers meanwhile
         found = index.find_all(request.queries, request.topk or args.topk)
         plain = [[({"id": d["id"], "contents": search.contents(d)}, score) for d, score in one] for one in found]
         if request.return_scores:
@@ -285,7 +285,7 @@ def application(index, args):
         return answer({"result": [[d for d, _ in one] for one in plain]})
 
     @app.get("/health")
-    def health():
+    async def health():  # in none of them: they may all be taken
         return {"status": "ok", "documents": len(index.documents), "kind": kind}
 
     return app
