@@ -10,7 +10,9 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import requests
@@ -439,6 +441,18 @@ def test_a_model_that_is_none_is_refused(dense, tmp_path, corpus):
     with pytest.raises(SystemExit, match="--dense .*: no model of transformers could be loaded") as stopped:
         serve.open_index(serve.Args(str(corpus), dense=str(tmp_path)))
     assert "\n" not in str(stopped.value)
+
+
+def test_only_workers_divide_the_threads_among_them(corpus, monkeypatch):
+    """The parent embeds the corpus, with all there are (0), before it starts 4 workers of 2 each."""
+    args, taken = serve.Args(str(corpus), dense="small", workers=4), []
+    monkeypatch.setattr(serve, "Dense", lambda *given: taken.append(given[-1]) or Search(DOCUMENTS, 1))
+    monkeypatch.setattr(serve, "threading", Mock())  # a worker watches its parent
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setenv(serve.SETTINGS, json.dumps(asdict(args)))
+    serve.ready(args)
+    serve.worker()
+    assert taken == [0, 2]
 
 
 def test_dense_is_served_to_many_at_once(dense):

@@ -235,12 +235,11 @@ class Dense:
 # ---- the server
 
 
-def open_index(args):
-    """Search or Dense for the corpus. Raises SystemExit naming what is wrong with the arguments."""
+def open_index(args, threads=0):
+    """Search for the corpus, or Dense with so many threads (0: all). Raises SystemExit naming what is wrong with args."""
     try:
         documents = Corpus(args.corpus)
         if args.dense:
-            threads = max(1, (os.cpu_count() or 1) // args.workers) if args.workers > 1 else 0
             return Dense(documents, args.dense, args.prefixes, args.index, threads)
         return search.Search(documents, args.topk, args.backend)
     except OSError as error:
@@ -301,12 +300,12 @@ def worker():
         os._exit(1)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
-    return ready(args)
+    return ready(args, max(1, (os.cpu_count() or 1) // args.workers))
 
 
-def ready(args):
+def ready(args, threads=0):
     """The application, warm: the first query of all compiles, where something is compiled."""
-    index = open_index(args)
+    index = open_index(args, threads)
     index.find_all([search.PROBE], args.topk)
     return application(index, args)
 
