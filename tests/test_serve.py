@@ -81,11 +81,11 @@ def post(address, **body):
     return requests.post(f"{address}/retrieve", json=body, timeout=30)
 
 
-def start(*words):
+def start(*words, **more):
     """The command, with its port -> (process, address)."""
-    port = free_port()
+    port, env = free_port(), os.environ | {"OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-m", "tools.search", "serve", "--port", str(port), *words]
-    return subprocess.Popen(words, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}), f"http://127.0.0.1:{port}"
+    return subprocess.Popen(words, cwd=ROOT, env=env, **more), f"http://127.0.0.1:{port}"
 
 
 # ---- the protocol
@@ -307,6 +307,17 @@ def test_a_server_that_is_killed_and_started_again_is_waited_for(corpus, workers
         process.terminate()
         assert process.wait() in (0, -signal.SIGTERM)
     until_free(port)
+
+
+def test_workers_answer_as_soon_as_serving_is_printed(corpus):
+    process, address = start("--corpus", str(corpus), "--workers", "2", stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == f"serving {corpus} (bm25) at {address}/retrieve\n"
+        assert requests.get(f"{address}/health", timeout=10).json()["documents"] == len(DOCUMENTS) + 1
+    finally:
+        process.terminate()
+        said, _ = process.communicate()
+    assert said == ""  # it was said once
 
 
 def until_free(port):

@@ -350,13 +350,22 @@ def main(argv=None):
 
     place = listen(args)
     app = ready(args)  # also with workers: what is wrong is said here, and once, and they find the index built
-    print(f"serving {args.corpus} ({args.dense or 'bm25'}) at http://{args.host}:{args.port}/retrieve", flush=True)
+    serving = f"serving {args.corpus} ({args.dense or 'bm25'}) at http://{args.host}:{args.port}/retrieve"
     quiet = dict(log_level="warning", access_log=False)
     if args.workers == 1:
+        print(serving, flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(uvicorn.Config(app, **quiet)).run(sockets=[place])
         return
     del app
     place.close()
     os.environ[SETTINGS] = json.dumps(asdict(args))
+
+    def announce():  # each worker opens the index again before it listens, which takes seconds
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection((args.host, args.port), 1.0):
+                return print(serving, flush=True)
+            time.sleep(0.1)
+
+    threading.Thread(target=announce, name="announce", daemon=True).start()
     uvicorn.run("tools.serve:worker", factory=True, workers=args.workers, host=args.host, port=args.port, **quiet)
