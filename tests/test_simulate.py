@@ -27,7 +27,7 @@ class Model(ThreadingHTTPServer):
         self.text = lambda query, body: (
             f"Doc 1 (Title: {query}) By {body['seed']}.\nDoc 2 (Title: more) Two.\nDoc 3 Three."
         )
-        self.delay, self.now, self.most = 0.0, 0, 0
+        self.finish, self.delay, self.now, self.most = "stop", 0.0, 0, 0
         self.lock = threading.Lock()
         super().__init__(("127.0.0.1", port), Handler)
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
@@ -62,7 +62,8 @@ class Handler(BaseHTTPRequestHandler):
         fault = server.fail(query)
         if fault:
             return self.send(fault, {"error": {"message": "broken"}})
-        self.send(200, {"choices": [{"message": {"role": "assistant", "content": server.text(query, body)}}]})
+        message = {"role": "assistant", "content": server.text(query, body)}
+        self.send(200, {"choices": [{"message": message, "finish_reason": server.finish}]})
 
     def send(self, status, content):
         body = json.dumps(content).encode()
@@ -186,11 +187,34 @@ def test_a_question_behind_the_query_shapes_the_documents(model):
         ("Doc 1 (Title: Ada is tall", [("", "(Title: Ada is tall")]),
         ("I cannot do that.", []),
         ("<think>Doc 1 (Title: Ada) is tall", []),
+        ("<think>\nDoc 1 (Title: Ada) is tall", []),  # a thought that was cut off
+        ("<think>a</think>\n<think>\nDoc 1 (Title: Ada) is tall", []),
+        ("a\n</think>\nDoc 1 (Title: Ada) is tall", [("Ada", "is tall")]),
         ("", []),
     ],
 )
 def test_what_a_model_writes_is_read_as_documents(text, documents):
     assert [(d["title"], d["text"]) for d in written(text)] == documents
+
+
+@pytest.mark.parametrize(
+    "text, documents",
+    [
+        ("Doc 1 (Title: Ada) is tall\nDoc 2 (Title: Bo) is sho", [("Ada", "is tall")]),
+        ("Doc 1 (Title: Ada) is tall\n\nI hope", [("Ada", "is tall")]),
+        ("Doc 1 (Title: no) no\n</think>Doc 1 (Title: Ada) is ta", []),
+        ("I think of\nDoc 1 (Title: Ada) is ta", []),
+    ],
+)
+def test_a_line_that_was_cut_off_is_no_document(model, text, documents):
+    assert [(d["title"], d["text"]) for d in written(text, cut=True)] == documents
+    simulator, model.finish = engine(model), "length"
+    model.text = lambda query, body: text if query == "Ada" else "Doc 1 x\n"
+    if documents:
+        assert simulator("Ada") == "Doc 1 (Title: Ada) is tall"
+    else:
+        with pytest.raises(RuntimeError, match="no documents but: .* is ta$"):
+            simulator("Ada")
 
 
 def test_calls_of_many_threads_are_under_way_together(model):

@@ -5,7 +5,8 @@ over training, so that the policy first learns to search, and then to do with ba
 (POST /v1/chat/completions), such as vLLM's, and no corpus.
 
 Whether an answer is noisy depends on seed, query and training step alone. The request carries a seed of the same three, so where the
-server samples by it, the same query gets the same documents for a whole step, and a resumed run sees what it saw.
+server samples by it, the same query for the same question gets the same documents for a whole step, and a resumed run sees what
+it saw.
 """
 
 import hashlib
@@ -57,9 +58,16 @@ def number(*what):
     return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "big") >> 1
 
 
-def written(text):
-    """Documents {"title", "text"} in what the model wrote; its thoughts, and lines that belong to no document, are left out."""
+def written(text, cut=False):
+    """Documents {"title", "text"} in what the model wrote; its thoughts, and lines that belong to no document, are left out.
+
+    cut: whether the text was cut off, so that its last line is no document.
+    """
     text = text.rpartition("</think>")[2]
+    if "<think>" in text:  # it was still thinking
+        return []
+    if cut:
+        text = text.rpartition("\n")[0]
     starts = [match.span() for match in DOCUMENT.finditer(text)]
     documents = []
     for (_, start), (end, _) in zip(starts, [*starts[1:], (len(text), 0)]):
@@ -131,8 +139,9 @@ class Simulator(Retriever):
         }
 
     def _texts(self, answer, calls):
-        text = answer.json()["choices"][0]["message"]["content"] or ""
-        documents = written(text)[: self.topk]
+        choice = answer.json()["choices"][0]
+        text = choice["message"]["content"] or ""
+        documents = written(text, choice.get("finish_reason") == "length")[: self.topk]
         if not documents:
             raise _NoResults(
                 f"no documents but: {_short(text) or '(nothing)'}",
