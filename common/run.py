@@ -173,6 +173,8 @@ def check(args):
         raise SystemExit(
             f"--minibatches {args.minibatches}: no more than --questions ({args.questions}), whose groups they share."
         )
+    if given.get("load_4bit") and given.get("dtype") == "float32":
+        raise SystemExit("--load_4bit computes in bfloat16: leave --dtype out.")
     if args.adapter and not args.resume and not (Path(args.adapter) / "adapter_config.json").exists():
         raise SystemExit(f"--adapter {args.adapter}: no adapter_config.json there.")
     if not args.task:

@@ -70,6 +70,8 @@ def test_presets_set_shared_fields_only():
         ("--task tiny_search --tool_timeout 0", "--tool_timeout 0"),
         ("--task tiny_search --eval_every -1", "--eval_every"),
         ("--task tiny_search --shots 3", "--shots 3"),
+        ("--task tiny_search --load_4bit --dtype float32", "--load_4bit computes in bfloat16: leave --dtype out"),
+        ("--task tiny_search --load_4bit --dtype float32 --dry_run", "--load_4bit computes in bfloat16"),
         ("--task tiny_search --adapter nowhere", "no adapter_config.json"),
         ("--task tiny_search --lora_rank 513", "--lora_rank 513"),
         ("--task tiny_search --keep -1", "--keep -1"),
