@@ -1,10 +1,12 @@
 """The policy: log-probabilities, gradients and steps equal what plain code computes."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import samples
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train_grpo
 from common import policy as policy_module
@@ -25,7 +27,13 @@ def enlarge(policy, scale=0.05):
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in policy.parameters:
-            p += torch.randn(p.shape, generator=generator) * scale
+            p += (torch.randn(p.shape, generator=generator) * scale).to(p)
+
+
+def test_enlarging_reaches_parameters_on_a_gpu():
+    """tests/gpu makes its policies so. Fake tensors refuse what a GPU would, and need none."""
+    with FakeTensorMode():
+        enlarge(SimpleNamespace(parameters=[torch.zeros(2, 2, device="cuda"), torch.zeros(2, dtype=torch.bfloat16)]))
 
 
 def plain_logps(model, ids, temperature=1.0):
