@@ -293,6 +293,7 @@ class _TokenLogps(torch.autograd.Function):
                 squares[part] = p.square().sum(-1)
             if needed:
                 slope[part] = (weight[ids[part]] - p.to(weight.dtype) @ weight) / temperature
+            logits = log_p = p = None  # else they live on while the next chunk is made
         ctx.save_for_backward(slope)
         if moments:
             ctx.mark_non_differentiable(entropy, squares)
