@@ -92,7 +92,7 @@ def test_the_algorithm_s_own_arguments_are_all_given(name):
 @pytest.mark.parametrize("name, machine", RECIPES)
 def test_the_plan_of_a_recipe_fits_the_card_it_is_named_for(name, machine, tmp_path):
     ranks, args = arguments(name, machine, "--seed", "7")
-    found = memory.sizes(memory.empty_model(test_memory.config_only(tmp_path / args.model, args.model)))
+    found = memory.sizes(test_memory.empty_model(test_memory.config_only(tmp_path / args.model, args.model)))
     card = int(memory.CARDS[f"{machine[2:4]} GB"] * 2**30)
     made = memory.plan(found, args, card, world=ranks)
     assert made.wrong() == []

@@ -120,7 +120,7 @@ def test_an_update_on_the_gpu_takes_what_the_plan_says_within_15_percent(model, 
     args = train_grpo.Args(
         lora_rank=8, grad_checkpoint=grad_checkpoint, micro_tokens=tokens, max_context=1024, dtype="bfloat16"
     )
-    rows = memory.plan(memory.sizes(memory.empty_model(model)), args, 24 * 2**30).update
+    rows = memory.plan(memory.sizes(test_memory.empty_model(model)), args, 24 * 2**30).update
     planned = {row.name: row.bytes for row in rows}
     parts = ("trainer: activations", "trainer: last hidden states", "trainer: at the peak")
     total = planned["trainer: gradients"] // 2 + sum(planned[name] for name in parts)
