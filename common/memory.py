@@ -24,9 +24,12 @@ CARDS = {"24 GB": 23.6, "48 GB": 47.4, "80 GB": 79.1}  # GiB that torch sees of 
 CONTEXT = 1.0 * GIB  # ASSUMED: CUDA context, libraries, communication buffers, what the allocator cannot fill
 GRAPHS = 1.0 * GIB  # ASSUMED: the engine's CUDA graphs, for up to 512 requests at once
 PAGE = 16  # tokens in a KV page of vLLM on CUDA
-SAMPLER = 30  # bytes per request and vocabulary entry: logits in bf16 and float32, sorted, their order, two softmaxes, cumulated
+# Bytes per request and vocabulary entry: logits in bf16 and float32, sorted, their order, two softmaxes, cumulated. An upper bound, of
+# vLLM's V1 model runner: V2, which it takes on CUDA, leaves top-k and top-p out of its start-up run.
+SAMPLER = 30
 HEAD = 12  # bytes per logit of a chunk: log-probability, probability and a product, float32 each (policy._TokenLogps)
 NF4_BLOCK, NF4_NESTED = 64, 256  # weights per scale, scales per scale of scales
+OWN_SEGMENT = 10 * 2**20  # bytes from which PyTorch's CUDA allocator gives a tensor a segment of its own
 ADAM8_BLOCK, ADAM8_SMALLEST = 256, 4096  # bitsandbytes: numbers per scale; a smaller tensor keeps its states in float32
 
 
@@ -99,16 +102,37 @@ def sizes(model):
 # ---- the parts, in bytes
 
 
-def base_bytes(sizes, item, load_4bit):
-    """The base model's weights; in 4 bits all linear layers but the output layer, their scales quantized too."""
+def base_bytes(sizes, item, load_4bit, nested=True):
+    """The base model's weights; in 4 bits all linear layers but the output layer, their scales quantized too where `nested`."""
     packed = [i * o for i, o in sizes.linears] if load_4bit else []
-    return (sizes.parameters - sum(packed)) * item + sum(map(nf4_bytes, packed))
+    return (sizes.parameters - sum(packed)) * item + sum(nf4_bytes(count, nested) for count in packed)
 
 
-def nf4_bytes(count):
-    """One matrix of `count` weights in NF4: half a byte each, a byte for the scale of 64, and the tables of both levels."""
+def nf4_bytes(count, nested=True):
+    """One matrix of `count` weights in NF4: half a byte each, a byte for the scale of 64, and the tables of both levels.
+
+    nested: False in the engine, whose plugin unpacks the scales to float32 when it has loaded them.
+    """
     scales = -(-count // NF4_BLOCK)
-    return -(-count // 2) + scales + 4 * -(-scales // NF4_NESTED) + 4 * (16 + 256 + 1)
+    tables = scales + 4 * -(-scales // NF4_NESTED) + 4 * (16 + 256 + 1) if nested else 4 * scales + 4 * 16
+    return -(-count // 2) + tables
+
+
+def host_bytes(sizes, item, load_4bit, parked):
+    """Host memory for the `parked` bytes of the engine's weights and adapter slot, with --sleep full; a rank keeps it until it ends.
+
+    vLLM copies each segment of its GPU memory into a pinned block, and PyTorch makes such a block as large as the next power of two.
+    The engine holds query, key and value as one matrix, gate and up too. What is no segment of its own shares those of 20 MiB, whose
+    blocks are of 32, or of 2: counted twice.
+    """
+    query, key = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    layer = [query + 2 * key, query, 2 * sizes.intermediate, sizes.intermediate]  # each times hidden
+    matrices = [sizes.hidden * n // 2 if load_4bit else item * sizes.hidden * n for n in layer] * sizes.layers
+    table = sizes.vocab * sizes.hidden
+    tied = sizes.parameters - sum(i * o for i, o in sizes.linears) < 2 * table
+    matrices += [item * table] * (1 if tied else 2)
+    large = [size for size in matrices if size >= OWN_SEGMENT]
+    return sum(2 ** math.ceil(math.log2(size)) for size in large) + 2 * (parked - sum(large))
 
 
 def optimizer_bytes(sizes, rank, optim):
@@ -173,7 +197,7 @@ class Plan:
     kv_tokens: int
     at_once: int  # trajectories of --max_context that the pages hold
     requests: int  # trajectories the engine works on at once
-    host: int  # bytes of host memory that --sleep full takes
+    host: int  # bytes of host memory that --sleep full keeps
 
     def total(self, moment):
         return sum(row.bytes for row in getattr(self, moment))
@@ -207,6 +231,7 @@ def plan(sizes, args, card, world=1, rank=None):
     tokens = max(args.micro_tokens, args.max_context)  # a longer row is a micro-batch of its own
     adapter = sizes.adapter(rank)
     weights = base_bytes(sizes, item, args.load_4bit)
+    loaded = base_bytes(sizes, item, args.load_4bit, nested=False)
     kind = "NF4; embeddings, norms and output layer in bf16" if args.load_4bit else f"{8 * item} bit"
 
     trainer = [
@@ -239,7 +264,7 @@ def plan(sizes, args, card, world=1, rank=None):
 
     stacks = item * slot * (sum(i + o for i, o in sizes.linears) + 2 * (sizes.vocab + sizes.hidden))
     engine = [
-        Row("engine: base weights", weights, kind),
+        Row("engine: base weights", loaded, "NF4 with its scales in float32" if args.load_4bit else kind),
         Row("engine: adapter slot", stacks, f"of rank {slot}"),
         Row("engine: CUDA graphs", int(GRAPHS), "assumed"),
     ]
@@ -259,7 +284,7 @@ def plan(sizes, args, card, world=1, rank=None):
         kv_tokens=kv_tokens,
         at_once=kv_tokens // (-(-args.max_context // PAGE) * PAGE),
         requests=min(requests, share),
-        host=weights + stacks if args.sleep == "full" else 0,
+        host=host_bytes(sizes, item, args.load_4bit, loaded + stacks) if args.sleep == "full" else 0,
     )
 
 
@@ -406,7 +431,9 @@ def dry_run(args):
     for moment in ("sampling", "update"):
         print(*table(plans, moment), sep="\n")
     if one.host:
-        print(f"--sleep full: meanwhile {one.host / GIB:.1f} GiB of host memory for this rank, as much for every other")
+        print(
+            f"--sleep full: {one.host / GIB:.1f} GiB of host memory for this rank from then on, as much for every other"
+        )
     if found.unknown:
         print(
             f"warning: {found.unknown:,} parameters are in layers that this arithmetic does not know (experts?): the activations "

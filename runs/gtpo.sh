@@ -52,7 +52,7 @@ case $machine in
       --micro_tokens 16384    # [ours] as much as fits
       --optim adamw           # [Search-R1] left open
       --gpu_memory 0.6        # [Search-R1] share of the engine
-      --sleep full            # [ours] 14 GiB of host memory a rank
+      --sleep full            # [ours] 27 GiB of host memory a rank
     )
     ;;
   1x24gb)

@@ -52,7 +52,7 @@ case $machine in
       --micro_tokens 12288    # [ours] one full context
       --optim adamw           # [paper] App. E.3
       --gpu_memory 0.6        # [Search-R1] left open
-      --sleep full            # [ours] 15 GiB of host memory a rank; parked once a phase, up to 6 times a step
+      --sleep full            # [ours] 21 GiB of host memory a rank; parked once a phase, up to 6 times a step
     )
     ;;
   1x24gb)
