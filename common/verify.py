@@ -3,7 +3,8 @@
     numbers      integers, decimals, fractions, mixed and scientific ones, in plain text or LaTeX, are compared exactly: 0.5 is 1/2, and
                  0.333 is not 1/3
     percent      50% is 50, as most golds have it, and it is 0.5; 50% is not 0.5%
-    units        a common one that only one side has does not matter: 12 cm is 12, but it is not 12 m
+    units        a common one that only one side has does not matter: 12 cm is 12 and 12 centimeters, but it is not 12 m
+    formulas     count by their value: 12+13 is 25, as for math-verify; a bound is no number: > 5 is not 5
     words        any others are compared as they stand: "3 quarters" is not 3
     \\boxed       of several boxed answers the last one counts
 
@@ -27,22 +28,33 @@ START = 60.0  # for the process to start: it loads sympy
 MEMORY = 2 * 2**30  # bytes of its address space
 LONGEST = 1000  # characters of an answer that are looked at
 SPACES = re.compile(r"(?<!\\)\\[,;:!\s]|\\q?quad\b|~")
-WRAPPED = re.compile(r"\\(?:left|right|displaystyle)\b|\\[()\[\]]")
+WRAPPED = re.compile(r"\\(?:left|right|displaystyle)\b")
+LEAD = re.compile(  # what may stand before the dollars of an answer
+    r"(?:.*(?:\b(?:is|are|that|answer|get|have|so|thus|therefore|hence),?|[a-z]\s*:)[\s*]*)?", re.DOTALL | re.IGNORECASE
+)
+LEFT = re.compile(r"(?:^|(?<=,))\s*(\\?[a-zA-Z]+\d?(?:_\{?\w+\}?)?|[a-zA-Z]\(\w\))\s*=(?!=)")  # x = 5, f(x) = x^2
 NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
+UNIT = r"[a-z]+(?:\^?\{?[23]\}?|[²³])?"
 VALUE = re.compile(
     rf"(?P<sign>[+-]?)\s*(?:(?P<whole>\d+)\s+)?(?P<top>{NUMBER})(?:\s*/\s*(?P<bottom>{NUMBER}))?"
     r"(?:e(?P<e>[+-]?\d{1,3})|\s*(?:\\times|\\cdot|×|\*)\s*10\^(?P<power>[+-]?\d{1,3}|\{\s*[+-]?\d{1,3}\s*\}))?"
-    r"(?P<unit>\s*%|\s*°|(?:\s+[a-z]+(?:\^?\{?[23]\}?|[²³])?){1,3})?",
+    rf"(?P<unit>\s*%|\s*°|\s+{UNIT}(?:(?:\s+|\s*/\s*){UNIT}){{0,2}})?",
     re.IGNORECASE,
 )
-# What may follow a number without changing it (each also with an s). Any other word makes the whole an expression or a sentence.
-UNITS = set(
-    "mm cm dm m km inch inche foot ft feet yard yd mile mi mg g kg gram kilogram ton tonne lb pound oz ounce ml l liter litre gallon cup "
-    "second sec s minute min hour h hr day week month year degree deg celsius fahrenheit radian rad meter metre kilometer kilometre "
-    "centimeter centimetre millimeter millimetre square sq cubic unit dollar cent euro usd eur mph kmh hz volt watt joule newton "
-    "person people student apple book box boxe ball marble coin point game item piece step per".split()
-)
+# What may follow a number without changing it (each also with an s or es); between two bars, the names of one unit.
+UNITS = {
+    name: names.split()[0]
+    for names in "mm millimeter millimetre|cm centimeter centimetre|dm|m meter metre|km kilometer kilometre|inch in|foot feet ft|"
+    "yard yd|mile mi|mg milligram|g gram|kg kilogram|ton|tonne|pound lb|ounce oz|ml milliliter|l liter litre|gallon|cup|"
+    "ms millisecond|s second sec|minute min|hour hr h|day|week|month|year|degree deg °|celsius|fahrenheit|radian rad|square sq|"
+    "cubic|unit|dollar usd|cent|euro eur|mph|kmh kph|hz|volt|watt|joule|newton|person people|student|apple|book|box|ball|"
+    "marble|coin|point|game|item|piece|step|per|%".split("|")
+    for name in names.split()
+}
 SENTENCE = re.compile(r"(?<!\\)\b(?!(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|infty|frac|min|max)\b)[a-zA-Z]{2,}\b")
+WORDS = set("or to of in is if by at as on no not nor and for per out but mod vs am pm".split())  # no products
+TEXT = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|begin|end)\s*\{[^{}]*\}")
+BOUND = re.compile(r"[<>≤≥≠]|\\(?:[lg]e(?:q|qslant)?|[lg]t|neq?)(?![a-zA-Z])")
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BARE_BOX = re.compile(r"\\boxed\s+([^\s${][^\s$]*)")  # \boxed 5
 BRACE = re.compile(r"(?<!\\)[{}]")  # an escaped one is text
@@ -61,23 +73,46 @@ def equal(answer, golds):
     for gold in golds:
         other = exact(gold)
         if not value or not other:
-            unsettled.append(gold)
+            unsettled.append(latex(gold))
         elif same(value, other):
             return True
-    unsettled = [gold for gold in unsettled if formula(gold) and ("=" in gold) == ("=" in answer)]
-    return bool(unsettled) and formula(answer) and WORKER.ask(answer.translate(SUPERSCRIPTS), unsettled)
+    answer = latex(answer)
+    unsettled = [gold for gold in unsettled if formula(gold) and alike(answer, gold)]
+    return bool(unsettled) and formula(answer) and WORKER.ask(answer, unsettled)
+
+
+def latex(text):
+    """A formula as Python or Unicode prints it in LaTeX, without dollars and a unit: 2*pi**2 cm is 2*\\pi^{2}."""
+    text = re.sub(r"\\?\$", "", text.translate(SUPERSCRIPTS)).replace("<=", r"\le ").replace(">=", r"\ge ")
+    text = re.sub(r"\*\*\s*(?:\(([^()]*)\)|(-?[\w.]+))", r"^{\1\2}", text).replace("**", "^")
+    text = re.sub(r"√\s*(?:\(([^()]*)\)|(\d+|\w))", r"\\sqrt{\1\2}", text)
+    text = re.sub(r"(?<![\\a-zA-Z])pi\b", r"\\pi", text)
+    ends = re.search(r"\s([a-z]{2,}(?:\^?[23]|\^\{[23]\})?)$", text)
+    return text[: ends.start()] if ends and measure(ends[1]) else text
 
 
 def formula(text):
     """Whether a text is one formula that can be computed, and not a sentence, several formulas, or a tower of powers."""
-    bare = re.sub(r"\\(?:text|mbox|mathrm|textbf|mathbf|begin|end)\s*\{[^{}]*\}", "", text)
-    towers = len(re.findall(r"\^|\*\*", bare)) > 1 and re.search(r"(?:\^|\*\*)\s*[{(]?[^{}()^*]*(?:\^|\*\*)", bare)
-    return not (towers or SENTENCE.search(bare) or bare.count("$") > 2 or re.search(r"[-+*/^_=]\s*\$?$", bare))
+    bare = re.sub(r"\^\s*(-?\w|\\[a-zA-Z]+)", r"^{\1}", TEXT.sub("", text))  # a bare caret takes one token
+    towers = re.search(r"\^\s*(?:\{[^{}]*\}\s*|[{(]*[^{}()^]*)\^", bare)
+    words = SENTENCE.findall(bare)
+    products = all(re.fullmatch("[a-z]{2,3}", word) and word not in WORDS and not measure(word) for word in words)
+    return not (towers or not products or words == [bare.strip()] or re.search(r"[-+*/^_=.?]\s*$", bare))
+
+
+def alike(answer, gold):
+    """Whether two formulas can mean the same: equations or bounds both, and the same variables where some are multiplied."""
+    signs = [("=" in text, bool(BOUND.search(text))) for text in (answer, gold)]
+    interval = signs == [(False, False), (False, True)] and re.search(r"[(\[]", answer)  # (5, oo) is x > 5
+    bare = [TEXT.sub("", text) for text in (answer, gold)]
+    letters = [set(re.sub(r"\\[a-zA-Z]+|[^a-zA-Z]", "", text)) for text in bare]
+    return (signs[0] == signs[1] or interval) and (letters[0] == letters[1] or not any(map(SENTENCE.search, bare)))
 
 
 def caseless(text):
-    """A word without its case, which matters in formulas only."""
-    return text.casefold() if SENTENCE.search(text) and "\\" not in text else text
+    """A text without the spaces that say nothing; a formula with one kind of fraction, a word without its case."""
+    text = text.casefold() if SENTENCE.search(text) and "\\" not in text else re.sub(r"\\[dt]frac", r"\\frac", text)
+    return re.sub(r"(?<![\d,])\s+|\s+(?!\d)", "", text)
 
 
 def boxed(text):
@@ -100,15 +135,19 @@ def plain(text):
     """A text without what only dresses an answer: the last box, dollars around it, spaces, \\text, a final point."""
     text = text.replace("−", "-").strip()
     inner = boxed(text)
-    text = text if inner is None else inner
-    text = WRAPPED.sub(" ", SPACES.sub(" ", text.replace("{,}", ",").replace("\\!", "")))
+    text = " ".join((text if inner is None else inner).replace("{,}", ",").split())
+    text = re.sub(r", ?\\! ?(?=\d{3})", ",", text)  # thousands as MATH spaces them
+    text = re.sub(r"(?<=\d)\\,(?=\d{3}\b)", "", text).replace("\\!", "")
+    text = WRAPPED.sub(" ", SPACES.sub(" ", re.sub(r"(?<!\\)\\[()\[\]]", "$", text)))
     text = text.strip().removesuffix(".").strip()
-    text = text.replace("$$", "$")
-    if text.count("$") == 2:  # one formula, perhaps in a sentence that does not say the contrary
-        before, inner, after = text.split("$")
-        text = text if re.search(r"\b(?:not|no|nor|or|never|neither)\b|n't", before + after) else inner
-    text = re.sub(r"^\\(?:text|mbox)\s*\{([^{}]*)\}$", r"\1", text.strip())
-    text = re.sub(r"^\\?[a-zA-Z]\w?\s*=(?!=)\s*", "", text)  # x = 5
+    parts = re.split(r"(?<!\\)\$+", text)
+    if len(parts) > 2:  # formulas, perhaps in a sentence that does not say the contrary
+        said = LEAD.fullmatch(parts[0]) and not re.search(r"\b(?:not|no|nor|or|never|neither)\b|n't", parts[0])
+        text = " ".join(parts[1:] if said else parts).strip()
+    text = re.sub(r"(?<=.),? ?(?:\band\b|\\text ?\{ ?and ?\})(?=.)", ", ", text)
+    text = re.sub(r"^\\(?:text|mbox)\s*\{([^{}]*)\}$", r"\1", text).strip()
+    if LEFT.match(text) and len(set(LEFT.findall(text))) == 1:
+        text = LEFT.sub("", text).strip()
     while text[:1] + text[-1:] in ("()", "{}") and VALUE.fullmatch(text[1:-1].strip()):
         text = text[1:-1].strip()
     return " ".join(text.split())
@@ -122,15 +161,27 @@ def exact(text):
     found = VALUE.fullmatch(re.sub(r"^([+-]?)\s*\\?[$€£]", r"\1", text.strip()).strip())
     if not found or (found["whole"] and not found["bottom"]):
         return None
-    unit = (found["unit"] or "").split()
+    unit = measure(found["unit"] or "")
     top, bottom = (Fraction((found[part] or "1").replace(",", "")) for part in ("top", "bottom"))
-    known = {word.lower().rstrip("^{}23²³") for word in unit} - {"%", "°"}
-    if bottom == 0 or not all(word in UNITS or word.removesuffix("s") in UNITS for word in known):
+    if bottom == 0 or unit is None:
         return None
     value = int(found["whole"] or 0) + top / bottom
     value *= Fraction(10) ** int((found["e"] or found["power"] or "0").strip("{ }"))
     value = -value if found["sign"] == "-" else value
-    return ((value, value / 100) if unit == ["%"] else (value,)), " ".join(unit).lower().rstrip("s")
+    return ((value, value / 100) if unit == "%" else (value,)), unit
+
+
+def measure(text):
+    """A unit by one of its names, as in foot^2 for square feet and ft²; None with a word that may change what it follows."""
+    names = []
+    for word in text.lower().replace("/", " per ").split():
+        name, power = re.fullmatch(r"(.*?)[\^{]*([23²³]?)\}?", word).groups()
+        known = [UNITS[one] for one in (name, name.removesuffix("s"), name.removesuffix("es")) if one in UNITS]
+        if not known:
+            return None
+        names.append(known[0] + (power and "^" + power.translate(SUPERSCRIPTS).strip("^")))
+    unit = " ".join(names).replace("mph", "mile per hour").replace("kmh", "km per hour")
+    return re.sub(r"\bsquare (\S+)", r"\1^2", re.sub(r"\bcubic (\S+)", r"\1^3", unit))
 
 
 def same(one, other):
@@ -209,8 +260,7 @@ def serve():
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
     def found(text):
-        """What math-verify reads in a text: between its dollars if there are any, else all of it is a formula."""
-        return parse(text if "$" in text else f"${text}$", parsing_timeout=None)
+        return parse(f"${text}$", parsing_timeout=None)
 
     os.write(out, b"r")
     for line in sys.stdin.buffer:

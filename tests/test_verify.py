@@ -61,6 +61,22 @@ UNITS = [
     ("12 cm", "12 mm", False),
     ("12\\text{ cm}^2", "12", True),
     ("12 cm^2", "12 cm", False),
+    ("12 cm^2", "12 cm^3", False),
+    ("12 km", "12 m", False),
+    ("10 inches", "10\\text{ inch}", True),
+    ("3 boxes", "3 box", True),
+    ("6 feet", "6 ft", True),
+    ("5 hrs", "5 \\text{ hours}", True),
+    ("12 km", "12 kilometers", True),
+    ("12 square feet", "12 ft^2", True),
+    ("12 m²", "12\\text{ sq m}", True),
+    ("90 degrees", "90^\\circ", True),
+    ("25 mph", "25 \\text{ miles per hour}", True),
+    ("60 km/h", "60", True),
+    ("60 km/h", "60 kilometers per hour", True),
+    ("60 km/h", "60 mph", False),
+    ("5 m/s", "5 m/s^2", False),
+    ("5/m", "5", False),
     ("3 square meters", "3", True),
     ("$5", "5", True),
     ("\\$18.90", "18.9", True),
@@ -89,6 +105,42 @@ DRESSED = [
     ("1\\frac{1}{2}", "3/2", True),
     ("\\text{yes}", "yes", True),
 ]
+IN_DOLLARS = [  # what stands around them counts, unless it only leads to the answer
+    ("The answer is: $x^2+1$", "1+x^2", True),
+    ("**Answer:** $5$", "5", True),
+    ("Answer $5$", "5", True),
+    ("Thus, we find that $x \\lt 3$.", "x < 3", True),
+    ("The answer is \\(5\\).", "5", True),
+    ("The answer is $5$ cm.", "5", True),
+    ("The answer is $\\sqrt{3}$ cm.", "\\sqrt{3}", True),
+    ("$5$ cm", "5 mm", False),
+    ("x = $5$", "5", True),
+    ("x+y = $5$", "5", False),
+    ("-$5$", "-5", True),
+    ("-$5$", "5", False),
+    ("$5$/2", "5/2", True),
+    ("$5$/2", "5", False),
+    ("$5$%", "0.05", True),
+    ("$5$!", "5", False),
+    ("3 + $5$", "5", False),
+    ("3:$5$", "5", False),
+    ("2$x$", "x", False),
+    ("$5$ million", "5", False),
+    ("less than $5$", "5", False),
+    ("$3$ hours and 20 minutes", "3", False),
+    ("$6$ is wrong; it is 5", "6", False),
+    ("It is $6$. No, it is $5$.", "6", False),
+    ("$5, $6", "5", False),
+    ("\\$5 and \\$6", "6", False),
+    ("$\\$32,348$", "32348", True),
+    ("$5$ and $6$", "5,6", True),
+    ("$5$ and $6$", "6", False),
+    ("5 and", "5", False),
+    ("$2\\sqrt{3}$ units", "2\\sqrt{3}\\text{ units}", True),
+    ("\\frac{\\pi}{2}\\text{ cm}", "\\frac{\\pi}{2}", True),
+    ("\\frac{\\pi}{2} cm^2", "\\frac{\\pi}{2}", True),
+    ("$\\frac12$, $3$", "\\frac{1}{2},3", True),
+]
 FORMULAS = [
     ("x^2+1", "1+x^2", True),
     ("x^2+1", "x^2-1", False),
@@ -105,6 +157,69 @@ FORMULAS = [
     ("The answer is $5$.", "5", True),
     ("3 or 4", "4", False),
     ("1 2 3 4 5", "5", False),
+    ("12+13", "25", True),
+    ("x^2+y^2", "y^2+x^2", True),
+    ("x^2-y^2", "y^2+x^2", False),
+    ("x^3+3x^2-6x-8", "x^3 + 3x^2 - 6x - 8", True),
+    ("(x+y)(x-y)", "x^2-y^2", True),
+    ("a^2b^2", "b^2a^2", True),
+    ("x^{2}+x^{3}", "x^2+x^3", True),
+    ("x^2+y^2=1", "x^2 + y^2 = 1", True),
+    ("x^2+y^2=1", "x^2+y^2=2", False),
+    ("30^\\circ+45^\\circ", "75^\\circ", True),
+]
+PRODUCTS = [  # of variables, which are no words
+    ("xy+1", "xy + 1", True),
+    ("1+xy", "xy+1", True),
+    ("x*y + 1", "xy+1", True),
+    ("xy+2", "xy+1", False),
+    ("ab+cd", "ac+bd", False),
+    ("\\dfrac{xy}{2}", "\\frac{xy}{2}", True),
+    ("\\frac12 bh", "\\frac{bh}{2}", True),
+    ("\\frac12", "\\frac12 bh", False),
+    ("10", "10 ab", False),
+    ("6 or 2", "3 or 4", False),
+    ("4 to 3", "3 to 4", False),
+    ("6 lb 5 oz", "5 lb 6 oz", False),
+    ("9 pm", "9 am", False),
+]
+AS_PYTHON_PRINTS = [
+    ("pi", "\\pi", True),
+    ("pi", "3", False),
+    ("pi/2", "\\frac{\\pi}{2}", True),
+    ("3*pi", "3\\pi", True),
+    ("2**10", "1024", True),
+    ("x**2+1", "x^2+1", True),
+    ("x**10", "x^{10}", True),
+    ("x**2*y**3", "x^2y^3", True),
+    ("2**(1/2)", "\\sqrt{2}", True),
+    ("2√3", "2\\sqrt{3}", True),
+    ("√(5)", "\\sqrt{5}", True),
+    ("x <= 5", "x \\le 5", True),
+    ("x >= 5", "x \\le 5", False),
+]
+SIDES = [  # of an equation that only names the answer, and of a bound
+    ("f(x) = x^2", "x^2", True),
+    ("P(A) = \\frac12", "0.5", True),
+    ("sin(x) = 1", "1", False),
+    ("a_1 = 5", "5", True),
+    ("S_{10} = 5", "5", True),
+    ("\\theta = 30", "30", True),
+    ("x=5, x=6", "5,6", True),
+    ("$x=5$ and $x=6$", "5, 6", True),
+    ("1,2", "x=1, x=2", True),
+    ("x=1,y=2", "x=1, y=2", True),
+    ("x=1,y=2", "x=2, y=1", False),
+    ("x+y = 5", "5", False),
+    ("2x = 5", "5", False),
+    ("> 5", "5", False),
+    ("5", "> 5", False),
+    ("\\ge 5", "5", False),
+    ("5?", "5", False),
+    ("5...", "5", False),
+    ("5 \\le x", "x \\geq 5", True),
+    ("x < 5", "x > 5", False),
+    ("(5,\\infty)", "x>5", True),
 ]
 JUNK = [
     "",
@@ -125,7 +240,10 @@ JUNK = [
 ]
 
 
-@pytest.mark.parametrize("answer, gold, right", NUMBERS + PERCENT + UNITS + DRESSED + FORMULAS)
+@pytest.mark.parametrize(
+    "answer, gold, right",
+    [*NUMBERS, *PERCENT, *UNITS, *DRESSED, *IN_DOLLARS, *FORMULAS, *PRODUCTS, *AS_PYTHON_PRINTS, *SIDES],
+)
 def test_answers_are_compared_by_value(answer, gold, right):
     assert verify.equal(answer, [gold]) is right
 
@@ -149,6 +267,12 @@ def test_a_number_needs_no_worker(monkeypatch):
     monkeypatch.setattr(verify.WORKER, "ask", None)  # it would raise
     assert verify.equal("1,000", ["10^3", "1e3"]) and not verify.equal("0.333", ["1/3"])
     assert verify.equal("x+1", ["x+1"])
+
+
+@pytest.mark.parametrize("tower", ["10^{10^{10}}", "9^{9^{9}}", "2**3**4", "10^(10^10)", "10**(10**10)", "x^{2}^{3}"])
+def test_a_tower_of_powers_never_gets_to_the_worker(monkeypatch, tower):
+    monkeypatch.setattr(verify.WORKER, "ask", None)  # it would raise
+    assert not verify.equal(tower, ["\\sqrt{3}"]) and not verify.equal("\\sqrt{3}", [tower])
 
 
 def test_a_comparison_without_an_end_is_killed_and_the_next_one_works(monkeypatch):
@@ -249,7 +373,12 @@ AS_DATA_SETS_HAVE_IT = [  # golds in the forms of GSM8K, MATH, AIME, AMC, SVAMP 
     ("27", "27.0", True),
     ("2000", "2,000", True),
     ("10000", "10,\\!000", True),
+    ("10000", "10\\,000", True),
     ("32348", "\\$32,\\!348", True),
+    ("32348", "\\$32,\\! 348", True),
+    ("11111111100", "11,\\! 111,\\! 111,\\! 100", True),
+    ("11,111,111,100", "11,\\! 111,\\! 111,\\! 100", True),
+    ("1, 200", "1,200", False),
     ("10", "10\\%", True),
     ("0.25", "25\\%", True),
     ("25%", "\\frac{1}{4}", True),
