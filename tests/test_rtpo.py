@@ -12,12 +12,14 @@ import train_rtpo
 from common.turns import Group, Question, Trajectory, Turn, pack
 
 
-def siblings(outcomes, k=1, turns=3):
-    """Siblings of turn k (from 0): the turns before are shared, and later ones differ in number."""
+def siblings(outcomes, k=1, turns=3, taken=range(99)):
+    """Siblings of turn k (from 0): the turns before are shared, and later ones differ in number. taken: which turn each one took."""
     shared = [turn() for _ in range(k)]
     made = group(
         [(o, shared + [turn() for _ in range(turns - k - 1 + i)] + [answer()]) for i, o in enumerate(outcomes)]
     )
+    for trajectory, token in zip(made.trajectories, taken):
+        trajectory.turns[k].action_ids = [token]
     made.info["turn"] = k
     return made
 
@@ -46,6 +48,15 @@ def test_a_sibling_s_advantage_is_its_outcome_minus_the_siblings_mean(outcomes, 
         assert same([[row[k] for row in got]], [expected])
         assert sum(row[k] for row in got) == pytest.approx(0)
         assert all((a is None) == (place != k) for row in got for place, a in enumerate(row))
+
+
+def test_siblings_that_took_the_same_turn_share_their_mean_outcome():
+    assert same([of_turn(siblings([1, 0, 0, 1], taken=[5, 5, 6, 6]), 1)], [[0, 0, 0, 0]])
+    assert same([of_turn(siblings([1, 0, 0], taken=[5, 5, 6]), 1)], [[0.1667, 0.1667, -0.3333]])  # 0.5, 0.5, 0 less 1/3
+    for outcomes in ([1, 0], [1, 0, 0], [1, 1, 0]):  # no rounding is left of it
+        g = siblings(outcomes, taken=[5, 5, 5])
+        adv_GK, stats = train_rtpo.compute_advantages(g, train_rtpo.Args())
+        assert [row[1] for row in adv_GK] == [0] * len(outcomes) and stats["signal_turn_2"] == 0
 
 
 def test_with_deviation_where_asked():
