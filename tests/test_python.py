@@ -230,6 +230,16 @@ def test_an_object_s_address_is_the_same_in_every_process(tool, mode):
     assert tool("map(int, '12')") == "<map object at 0x0>\n" == tool("map(int, '12')", ["x = [1] * 1000"])
 
 
+def test_what_the_server_has_not_loaded_can_be_imported_and_devices_opened(tool, mode):
+    if mode == "pydantic-monty":
+        pytest.skip("it has neither")
+    code = "import sys\nnew = {'wave', 'json.tool', 'colorsys'} - set(sys.modules)\nimport wave, json.tool, colorsys"
+    assert (
+        tool(f"{code}\nprint(len(new) > 0, len(open('/dev/zero', 'rb').read(8)), repr(open('/dev/null').read()))")
+        == "True 8 ''\n"
+    )
+
+
 def test_installed_packages_can_be_used_in_cpython(tool, mode):
     if mode == "pydantic-monty":
         pytest.skip("it has no packages")

@@ -139,6 +139,11 @@ def _bare(folder):
     return [sys.executable, "-s", "-P", str(INSIDE), folder, "", ""]
 
 
+def _open(*folders):
+    """Words that make folders which the user of a call may enter; those that bubblewrap makes for a bind are closed to others."""
+    return [word for folder in folders for word in ("--perms", "0755", "--dir", folder)]
+
+
 def _bubblewrap(binary):
     """The command of a server in a sandbox. It keeps the rights it needs to make a world for each call; the calls have none.
 
@@ -161,6 +166,7 @@ def _bubblewrap(binary):
     if base.is_relative_to("/usr"):
         python = base / python
     else:  # at another place: those above it, such as /root, may be closed to others, and what lies beside it is no part of Python
+        command += _open("/python", "/python/bin", "/python/lib")
         for path in (base / python, base / "lib" / Path(python).name, *(base / "lib").glob("*.so*")):
             if path.exists():
                 command += ["--ro-bind", str(path.resolve()), f"/python/{path.relative_to(base)}"]
@@ -171,6 +177,7 @@ def _bubblewrap(binary):
         command += ["--ro-bind", packages, "/packages"]
     # Not bubblewrap's own --dev: for its terminals it would put the server into a second user namespace, which does not own the
     # PID namespace that the server has to return to.
+    command += _open("/dev")
     for device in ("null", "zero", "full", "random", "urandom"):
         command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     command += ["--ro-bind", str(INSIDE), "/inside.py", "--dir", "/tmp", "--remount-ro", "/", "--chdir", "/"]
