@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from common import run
-from tools import Failed, python
+from tools import Failed, Lost, python
 from tools.python import Python
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,7 +30,7 @@ TRAINER = """
 import json, signal, sys
 sys.path.insert(0, sys.argv[1])
 from common import run
-from tools import Failed, python
+from tools import Failed, Lost, python
 run.say = lambda text: None
 signal.signal(signal.SIGINT, lambda *_: None)
 ways, mark, environment = python._ways, json.loads(sys.argv[3]), python._environment
@@ -151,6 +151,16 @@ def alive(process):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
+def kill(server):
+    """With all that it has started."""
+    server = psutil.Process(server)
+    dying = [*server.children(recursive=True), server]
+    for process in dying:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    assert not psutil.wait_procs(dying, timeout=10)[1]
+
+
 def eventually(condition):
     end = time.monotonic() + 10
     while time.monotonic() < end:
@@ -178,6 +188,9 @@ def test_what_is_printed_and_the_value_of_a_last_expression_are_shown(tool):
     assert tool("x = 1") == "(no output)"
     assert tool("None") == "(no output)"
     assert tool("'ü'") == "'ü'\n"
+    assert tool("(3,\n 4)  # ü\n# end") == "(3, 4)\n" == tool("'ü'; (3, 4) ;")
+    assert tool("class A:\n    def __repr__(self):\n        return 'an A'\nA()") == "an A\n"
+    assert tool("range(3)") == "range(0, 3)\n"
 
 
 def test_a_session_is_rebuilt_from_its_earlier_calls(tool):
@@ -186,13 +199,75 @@ def test_a_session_is_rebuilt_from_its_earlier_calls(tool):
 
 
 def test_of_a_call_that_failed_it_is_known_whether_its_session_goes_on(tool, mode):
-    for code, lost in (("x = 1\n1 / 0", False), (LOOP, True), ("import os\nos._exit(3)", True), ("exit(1)", False)):
+    for code, lost in (("x = 1\n1 / 0", False), (LOOP, True), (LEAVE_AT_ONCE, True), ("exit(1)", False)):
         if mode != "pydantic-monty" or "exit" not in code:
             tool.timeout = 0.4 if code == LOOP else 10.0
             with pytest.raises(Failed) as failed:
                 tool(code)
             tool.timeout = 10.0
             assert failed.value.lost == lost, code
+
+
+def test_code_that_leaves_by_itself_with_exit_code_0_is_no_success(tool, mode):
+    """Its session, rebuilt, would end before the next call began, which would look like a success without output."""
+    if mode == "pydantic-monty":
+        pytest.skip("it cannot leave")
+    for leave in ("os._exit(0)", "os.execvp('true', ['true'])", "if os.fork(): os._exit(0)"):
+        with pytest.raises(Failed, match="42\nError: the process ended with exit code 0") as failed:
+            tool(f"import os\nprint(42, flush=True)\n{leave}\nimport time\ntime.sleep(5)")
+        assert failed.value.lost, leave
+
+
+def test_earlier_calls_neither_close_nor_meet_the_output_of_the_next(tool, mode):
+    if mode == "pydantic-monty":
+        pytest.skip("it has no handles")
+    write = "import os\nfor n in range(3, 64):\n    try: os.write(n, b'forged')\n    except OSError: pass"
+    assert tool("print(x)", ["import os\nos.closerange(3, 64)\nx = 5", write]) == "5\n"
+
+
+def test_code_that_closes_its_output_has_its_whole_time(tool, mode, monkeypatch):
+    if mode in ("bubblewrap, normal user", "pydantic-monty"):
+        pytest.skip("no server of this process")
+    monkeypatch.setattr(python, "GRACE", 0.2)
+    assert tool("import os, time\nos.close(1)\nos.close(2)\ntime.sleep(1)") == "(no output)"
+
+
+def test_calls_at_the_same_time_do_not_share_a_user_id(tool, mode):
+    if mode != "bubblewrap" or os.geteuid() != 0:
+        pytest.skip("they have no user ids of their own")
+    threads = "import threading, time\nstarted = [threading.Thread(target=time.sleep, args=({},)) for _ in range({})]\n"
+    threads += "for thread in started: thread.start()"
+    with ThreadPoolExecutor(1) as pool:
+        busy = pool.submit(tool, threads.format(4, 14) + "\ntime.sleep(4)")
+        time.sleep(0.2)
+        while not busy.done():  # often enough for each user id to come round
+            assert tool(threads.format(0, 2)) == "(no output)"  # a thread too many for one that has 15 already
+        assert busy.result() == "(no output)"
+
+
+def test_a_tool_that_is_gone_for_good_ends_the_run(mode, monkeypatch, tmp_path):
+    if mode == "bubblewrap, normal user":
+        pytest.skip("no server of this process")
+    monkeypatch.setattr(python, "AGAIN", (0.01, 0.01))
+    if mode == "pydantic-monty":
+        binary = shutil.copy(shutil.which("monty", path=Path(sys.executable).parent), tmp_path / "monty")
+        monkeypatch.setenv("MONTY_BIN", str(binary))
+    tool = made(mode)
+    try:
+        if mode == "pydantic-monty":
+            with tool.backend.pool.checkout() as session:
+                os.kill(session.worker_pid, signal.SIGKILL)
+            Path(binary).unlink()
+        else:
+            command, tool.backend.command = tool.backend.command, ["false"]
+            kill(tool.backend.process.pid)
+        with pytest.raises(Lost, match="does not start again"):
+            tool("1")
+        if mode != "pydantic-monty":  # once it can be started, it goes on
+            tool.backend.command = command
+            assert tool("1") == "1\n"
+    finally:
+        tool.backend.close()
 
 
 def test_chance_is_the_same_when_a_session_is_rebuilt(tool):
@@ -250,6 +325,7 @@ def test_installed_packages_can_be_used_in_cpython(tool, mode):
 # ---- what the code may try
 
 LOOP = "while True:\n    pass"
+LEAVE_AT_ONCE = "import os\nos._exit(3)"
 RECURSION = "def f(n):\n    return f(n + 1)\nf(0)"
 LEAVE = """
 import os
@@ -297,7 +373,11 @@ ATTACKS = {  # name: (code, how it may end)
     "killing everything": ("import os\nos.kill(-1, 9)\nprint('alive')", {"ok", "error"}),
     "killing itself": ("import os\nos.kill(os.getpid(), 9)\nos.abort()", {"error"}),
     "crash": ("import ctypes\nctypes.string_at(0)", {"error"}),
-    "leaving at once": ("import os\nos._exit(3)", {"error"}),
+    "user namespace": (
+        "import ctypes\nif ctypes.CDLL(None).unshare(0x10000000): raise OSError",
+        {"error"},
+    ),
+    "leaving at once": (LEAVE_AT_ONCE, {"error"}),
     "forged answers": (
         "import os\nfor n in range(3, 300):\n    try: os.write(n, b'0')\n    except OSError: pass",
         {"ok", "error"},
@@ -310,6 +390,7 @@ ATTACKS = {  # name: (code, how it may end)
     "deep recursion": (RECURSION, {"error"}),
     "bottomless recursion": (f"import sys\nsys.setrecursionlimit(10**9)\n{RECURSION}", {"error", "timeout"}),
     "deeply nested code": ("(" * 100_000, {"error"}),
+    "small value with a text without end": ("x = 0\nfor i in range(60):\n    x = [x, x]\nx", {"error", "timeout"}),
     "huge integer": ("print(7 ** 10**6)", {"error"}),
     "input": ("input()", {"error"}),
     "half a character": ("print('\\ud800')", {"ok"}),
@@ -325,6 +406,7 @@ NEED_A_SANDBOX = {  # harmful without one
     "kernel settings",
     "writing to the system",
     "mounting",
+    "user namespace",
     "killing everything",
 }
 
@@ -353,6 +435,15 @@ def test_the_local_network_cannot_be_reached(tool, mode):
         assert status == "error"
 
 
+def test_a_repository_below_usr_is_hidden(monkeypatch):
+    place = Path("/usr/share")
+    assert list(place.iterdir())
+    monkeypatch.setattr(python, "ROOT", place)
+    tool = made("bubblewrap")
+    assert tool("import os\nos.listdir('/usr/share'), os.listdir('/usr/bin') != []") == "([], True)\n"
+    tool.backend.close()
+
+
 def test_an_endless_earlier_call_is_over_time(tool):
     assert status_and_text(tool, "print(1)", [LOOP], timeout=0.4)[0] == "timeout"
 
@@ -365,12 +456,7 @@ def test_the_start_and_the_end_of_a_long_output_are_kept(tool):
 def test_a_server_that_dies_is_replaced_also_from_a_thread_that_ends(tool, mode):
     if mode in ("bubblewrap, normal user", "pydantic-monty"):
         pytest.skip("no server of this process")
-    server = psutil.Process(tool.backend.process.pid)
-    dying = [*server.children(recursive=True), server]
-    for process in dying:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    assert not psutil.wait_procs(dying, timeout=10)[1]
+    kill(tool.backend.process.pid)
     with ThreadPoolExecutor(4) as threads:
         assert set(threads.map(lambda _: tool("print(1)"), range(8))) == {"1\n"}
     time.sleep(0.1)

