@@ -162,6 +162,8 @@ class Tags:
             )
         self.templated = args.template == "on" or (args.template == "auto" and tokenizer.chat_template is not None)
         self.examples = "".join(examples)
+        self.thinks = self.templated and thinks(tokenizer)
+        self.opened = self.thinks and self._render("").rstrip().endswith("<think>")
 
     def prompt_ids(self, text):
         """Ids of the first context: instruction, examples and question, in the chat template or as plain text."""
@@ -169,11 +171,19 @@ class Tags:
         if not self.templated:
             bos = [self.tokenizer.bos_token_id] if adds_bos(self.tokenizer) else []
             return bos + self.tokenizer.encode(text, add_special_tokens=False)
-        text = render(self.tokenizer, [message("system", self.words.system), message("user", text.strip())], True)
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.encode(self._render(text.strip()), add_special_tokens=False)
+
+    def _render(self, text):
+        return render(self.tokenizer, [message("system", self.words.system), message("user", text)], True)
+
+    def thinks_on(self, text):
+        """Whether a generation of this text was ended within the thinking of a model that thinks by itself: a tag was mentioned."""
+        return self.thinks and thinking_is_open(text, self.opened)
 
     def parse(self, text):
-        """The first complete action in a generation's own text, or None."""
+        """The first complete action in a generation's own text, or None; outside of thinking if the model thinks by itself."""
+        if self.thinks:
+            text = spoken(text, self.opened, self.thinks)
         # From the last opening tag before the closing one: a tag that is only mentioned must not begin the query.
         names = "|".join(filter(None, (self.tool, not self.boxed and "answer"))) or "(?!)"
         found = re.search(rf"<({names})>((?:(?!<\1>).)*?)</\1>", text, re.DOTALL)
@@ -192,9 +202,7 @@ class Tags:
 
 def _boxed(text):
     """The answer in a generation's own text outside its closed blocks of thinking (the prompt may have opened one), or None."""
-    for start, stop in reversed(thinking(text, "<think>" not in text.partition("</think>")[0])):
-        text = text[:start] + text[stop:]
-    answer = verify.boxed(text)
+    answer = verify.boxed(spoken(text, "<think>" not in text.partition("</think>")[0], False))
     return Action(None, answer) if answer else None
 
 
@@ -212,7 +220,7 @@ class Chat:
         self.boxed = args.answer == "boxed"
         self.tokenizer, self.tool, self.words = tokenizer, tool, wording(tool, self.boxed)
         self.limit, self.invalid_message = args.max_observation_tokens, self.words.chat_invalid
-        self.stop_ids = end_ids(tokenizer)
+        self.stop_ids, self.thinks = end_ids(tokenizer), thinks(tokenizer)
         self.ends = [end for end in map(tokenizer.decode, self.stop_ids) if end]
         parameter, meaning = self.words.parameter
         properties = {parameter: {"type": "string", "description": meaning}}
@@ -263,7 +271,10 @@ class Chat:
         call, self.around = self._between(text, CALLED, quoted if self.quotes else HEARD)
         start = text[len(prompt if text.startswith(prompt) else bare) : text.index(CALLED)]
         self.tagged = "<tool_call>" in start
-        if self.parse(start + CALLED + call) != Action(self.tool, CALLED):
+        thought = "</think>" * (
+            self.opened and "</think>" not in start
+        )  # where the template leaves it out of earlier turns
+        if self.parse(thought + start + CALLED + call) != Action(self.tool, CALLED):
             raise ValueError("it writes calls in a form that is not known here")
         said = self._render(message("assistant", SAID), message("user", REFUSED), generation=True)
         _, self.around_invalid = self._between(said, SAID, REFUSED)
@@ -314,11 +325,12 @@ class Chat:
         """Ids of the first context, tools included."""
         return self._encode(render(self.tokenizer, self._first(text), True, tools=[self.schema]))
 
+    thinks_on = Tags.thinks_on
+
     def parse(self, text):
-        """The action in a generation's own text outside its closed blocks of thinking, or None. In the tagged form the first complete
-        call or answer counts; a message that is a call holds nothing else."""
-        for start, stop in reversed(thinking(text, self.opened)):
-            text = text[:start] + text[stop:]
+        """The action in a generation's own text outside its thinking, or None. In the tagged form the first complete call or answer
+        counts; a message that is a call holds nothing else."""
+        text = spoken(text, self.opened, self.thinks)
         if not self.tagged:
             whole = text.strip()
             for end in self.ends:
@@ -372,6 +384,25 @@ def thinking(text, opened=False):
     begin = r"(?:\A|<think>)" if opened else "<think>"
     blocks = rf"{begin}.*?</think>(?:(?:(?!<think>).)*</think>)*"
     return [found.span() for found in re.finditer(blocks, text, re.DOTALL)]
+
+
+def spoken(text, opened, thinks):
+    """A generation's text without its closed blocks of thinking and, of a model that thinks by itself, without one that is still open."""
+    if thinks and opened and "</think>" not in text:
+        return ""
+    for start, stop in reversed(thinking(text, opened)):
+        text = text[:start] + text[stop:]
+    return text.partition("<think>")[0] if thinks else text
+
+
+def thinking_is_open(text, opened):
+    """Whether a generation's text ends within a block of thinking."""
+    return opened and "</think>" not in text or "<think>" in spoken(text, opened, False)
+
+
+def thinks(tokenizer):
+    """Whether a model thinks by itself before it acts: its chat template knows of it."""
+    return "</think>" in str(tokenizer.chat_template)
 
 
 def without_thinking(context, action, decode):

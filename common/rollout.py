@@ -284,12 +284,13 @@ class Probe:
 
 @dataclass
 class Rollout:
-    """A trajectory under way."""
+    """A trajectory under way. begun: (ids, their log-probabilities) of a turn that a stop string has interrupted."""
 
     question: object
     trajectory: Trajectory
     sample: int
     context: list[int] = field(default_factory=list)
+    begun: tuple = ([], [])
 
 
 class Loop:
@@ -303,6 +304,7 @@ class Loop:
         self.tools = Tools(task, engine.args.tool_workers, timeout)
         if begin := getattr(getattr(task, "tool", None), "begin", None):
             begin(0 if greedy else engine.step)  # the noise of a simulated search engine is for training
+        self.thinks_on = getattr(task, "thinks_on", lambda text: False)
         self.generating = {}  # request id -> rollout
         self.scorer = ThreadPoolExecutor(1, "scorer")  # a comparison of two formulas may take seconds
         self.scores = []
@@ -312,7 +314,10 @@ class Loop:
         try:
             self._run(rollouts, on_end)
             for score in self.scores:
-                score.result()
+                try:
+                    score.result()
+                except Lost as lost:
+                    raise SystemExit(str(lost)) from None
         finally:
             self.scorer.shutdown(wait=False, cancel_futures=True)
 
@@ -350,16 +355,16 @@ class Loop:
                 ended += 1
                 on_end()
                 continue
-            turn = len(rollout.trajectory.turns)
+            turn, begun = len(rollout.trajectory.turns), rollout.begun[0]
             request_id = f"{rollout.question.id}/{rollout.sample}/{turn}/{id(rollout)}"
             self.engine.add(
                 request_id,
-                rollout.context,
-                min(self.task.max_turn_tokens, room),
+                rollout.context + begun,
+                min(self.task.max_turn_tokens, room) - len(begun),
                 self.task.stop,
                 self.task.stop_ids,
                 self.temperature,
-                self._seed(rollout, turn),
+                self._seed(rollout, (turn, len(begun)) if begun else turn),
             )
             self.generating[request_id] = rollout
         return ended
@@ -374,9 +379,17 @@ class Loop:
     def _acted(self, rollout, ids, logps, reason, ready):
         """Record a turn. Returns True when the trajectory has ended; otherwise its tool is on the way, or it is ready again."""
         trajectory, task = rollout.trajectory, self.task
+        ids, logps = rollout.begun[0] + ids, rollout.begun[1] + logps
         turn = Turn(rollout.context, ids, logps, task.decode(ids))
-        trajectory.turns.append(turn)
         cut = reason == "length"
+        if not cut and ids[-1] not in task.stop_ids and self.thinks_on(turn.text):
+            if len(ids) < min(task.max_turn_tokens, self.args.max_context - len(rollout.context)):
+                rollout.begun = ids, logps
+                ready.append(rollout)
+                return False
+            cut = True
+        rollout.begun = [], []
+        trajectory.turns.append(turn)
         action = None if cut else task.parse(turn.text)
         last = len(trajectory.turns) >= task.max_turns
         if cut:  # trained as it was sampled, but half a tool call is not run

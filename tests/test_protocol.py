@@ -190,7 +190,8 @@ def test_contexts_are_what_the_template_would_write_of_the_whole_conversation(na
     tokenizer = templates.tokenizer(getattr(templates, name))
     end = ("<|eot_id|>" if name == "JSON_CALLS" else "<|im_end|>") * (ended or name == "JSON_CALLS")
     found = {"Ada Cole": 'Ada Cole works for\n"Nova Labs".', "Nova Labs": "Nova Labs is led by Bo Hale.\n"}
-    script = lambda q, s, k: [*(SAID[name].format(query) + end for query in found), "<answer> Bo Hale </answer>"][k]  # noqa: E731
+    answer = "</think>" * (name == "STRIPS") + "<answer> Bo Hale </answer>"
+    script = lambda q, s, k: [*(SAID[name].format(query) + end for query in found), answer][k]  # noqa: E731
     context = "strip_think" if name == "STRIPS" else "full"
     (t,), engine = play(script, tool=found.get, tokenizer=tokenizer, protocol="chat", context=context)
     assert (t.stop, t.outcome, [turn.tool_status for turn in t.turns]) == ("answer", 1.0, ["ok", "ok", None])

@@ -6,6 +6,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import templates
 import torch
 from scripted import DOCUMENTS, TOKENIZER, Scripted, Tool, play
 
@@ -49,6 +50,34 @@ def test_ids_that_are_not_the_tokenizer_s_own_split_are_trained_as_sampled():
     (t,), _ = play(lambda q, s, k: [letters, "<answer> x </answer>"][k])
     batch = pack([Group(Question("q", "", []), [t])], [[[1.0, 1.0]]])
     assert batch.ids[batch.turn == 0].tolist() == letters
+
+
+@pytest.mark.parametrize("how", ["tags", "chat"])
+@pytest.mark.parametrize("template", ["UNTIL_USER", "STRIPS", "KEEPS"])
+def test_a_tag_that_is_only_mentioned_in_thinking_ends_no_turn_of_a_model_that_thinks_by_itself(template, how):
+    """UNTIL_USER: as Qwen3; STRIPS: the prompt opens the block; KEEPS: as Qwen2.5, which thinks when it is asked to."""
+    tokenizer = templates.tokenizer(getattr(templates, template))
+    said = [
+        "<think>" * (template != "STRIPS") + " It goes inside <answer> and </answer>",
+        ", so:</think> <answer> Bo Hale </answer>",
+    ]
+    pieces = iter(said)
+    words = {"tokenizer": tokenizer, "protocol": how}
+    (t,), engine = play(lambda q, s, k: next(pieces), **words)
+    if template == "KEEPS":
+        assert (t.answer, t.outcome, len(engine.seen)) == ("and", 0.0, 1)
+        return
+    assert (t.answer, t.outcome, len(t.turns), t.stop) == ("Bo Hale", 1.0, 1, "answer")
+    first, second = engine.seen
+    begun = tokenizer.encode(said[0])
+    assert t.turns[0].action_ids == begun + tokenizer.encode(said[1])
+    assert len(t.turns[0].action_logps) == len(t.turns[0].action_ids)
+    assert second.ids == first.ids + begun and t.turns[0].context_ids == first.ids
+    assert second.max_tokens == first.max_tokens - len(begun) and second.seed != first.seed
+    (t,), engine = play(lambda q, s, k: said[0], max_turn_tokens=len(begun), **words)
+    assert (t.stop, t.answer, t.outcome, len(engine.seen)) == ("length", None, 0.0, 1)
+    (t,), _ = play(lambda q, s, k: said[0] + "<|im_end|>", max_turns=1, **words)  # it stopped thinking by itself
+    assert (t.stop, t.answer, len(t.turns)) == ("invalid", None, 1)
 
 
 def test_a_turn_cut_by_length_is_trained_but_runs_no_tool():
@@ -146,6 +175,15 @@ def test_a_tool_that_is_lost_ends_the_run_with_its_own_words(workers):
 
     with pytest.raises(SystemExit, match="^the retriever has been away for 120 s$"):
         play(two_hops, tool=lost, tool_workers=workers)
+
+
+def test_a_scorer_whose_tool_is_lost_ends_the_run_with_its_own_words(monkeypatch):
+    def lost(self, trajectory, question):
+        raise Lost("python does not start again")
+
+    monkeypatch.setattr(tasks.SearchQA, "finish", lost)
+    with pytest.raises(SystemExit, match="^python does not start again$"):
+        play(two_hops)
 
 
 def test_a_client_that_keeps_the_time_itself_is_not_given_up():
