@@ -143,9 +143,13 @@ def fingerprint(root, job):
     digest = hashlib.sha256(repr(job.words).encode())
     if job.label == MISMATCH:
         digest.update((inspect.getsource(with_full_history) + inspect.getsource(mismatched)).encode())
-    for path in (root / job.script, *sorted((root / "common").glob("*.py")), *sorted((root / "tools").glob("*.py"))):
-        digest.update(f"\n{path.relative_to(root)}\n".encode() + (path.read_bytes() if path.exists() else b""))
+    add_code(digest, root, job.script)
     return digest.hexdigest()
+
+
+def add_code(digest, root, script):
+    for path in (root / script, *sorted((root / "common").glob("*.py")), *sorted((root / "tools").glob("*.py"))):
+        digest.update(f"\n{path.relative_to(root)}\n".encode() + (path.read_bytes() if path.exists() else b""))
 
 
 def state(job):
@@ -249,16 +253,20 @@ def execute_all(found, at_once):
 
 
 def warm_folder(args, part):
-    """Where the adapter lies that a part begins with. Its name holds what it is made from."""
-    made_of = WARM[part].encode() + Path(__file__).with_name("warm_start.py").read_bytes()
-    return args.out / f"warm-{part}-{hashlib.sha256(made_of).hexdigest()[:8]}"
+    """Where the adapter lies that a part begins with. Its name holds what it is made from: arguments and code."""
+    made_of = hashlib.sha256(WARM[part].encode())
+    add_code(made_of, ROOT, "train_grpo.py")
+    add_code(made_of, ROOT, "runs/warm_start.py")
+    return args.out / f"warm-{part}-{made_of.hexdigest()[:8]}"
 
 
 def warm_start(folder, part):
-    """Make that adapter, if it is not there."""
-    if not (folder / "adapter" / "adapter_config.json").exists():
-        command = [sys.executable, "runs/warm_start.py", *WARM[part].split(), "--out", folder]
-        subprocess.run(command, cwd=ROOT, check=True)
+    """Make that adapter, if it is not there. Returns None, or why it failed."""
+    if (folder / "adapter" / "adapter_config.json").exists():
+        return None
+    command = [sys.executable, "runs/warm_start.py", *WARM[part].split(), "--out", folder]
+    code = subprocess.run(command, cwd=ROOT).returncode
+    return f"its warm start ended with exit code {code}; it has said why above" if code else None
 
 
 def machine():
@@ -310,11 +318,12 @@ def main():
         print(f"{len(left)} of {len(found)} runs to make, about {minutes:.0f} minutes on 2 cores", flush=True)
         if args.dry_run:
             return
-        for part in WARM:
-            if any(job.part == part for job in left):
-                warm_start(warm_folder(args, part), part)
         try:
-            failed = execute_all(found, args.at_once)
+            for part in WARM:
+                waiting = [job for job in left if job.part == part]
+                if waiting and (why := warm_start(warm_folder(args, part), part)):
+                    failed |= dict.fromkeys(waiting, why)
+            failed |= execute_all({job: how for job, how in found.items() if job not in failed}, args.at_once)
         except KeyboardInterrupt:
             raise SystemExit("\nInterrupted. The same command goes on where it stopped.") from None
     stale = [job for job in jobs if (job.folder / "compare.json").exists() and state(job) == "stale"]

