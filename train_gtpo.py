@@ -147,7 +147,7 @@ class Args:
     gamma: float = 0.9
     """discount per turn (the paper's best)"""
     format_penalty: float = 0.1
-    """taken from a turn whose tool call is invalid, and from a first turn without a call (paper: 0.1)"""
+    """taken from a turn that neither calls as it should nor answers, and from a first turn without a call (paper: 0.1)"""
     shaping: float = 0.5
     """partial credit of a failed trajectory whose code equals that of the correct ones (paper: 0.5; 0: none)"""
     code_embedder: str = ""

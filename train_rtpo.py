@@ -22,6 +22,7 @@ Shapes: G trajectories of a group, K turns of a trajectory, T tokens of a batch,
 
 import random
 from dataclasses import dataclass
+from statistics import stdev
 from typing import Literal
 
 from common import run
@@ -201,13 +202,16 @@ def normalise(values, std):
 def compute_advantages(group, args):
     """adv_GK: a sibling's outcome minus the siblings' mean on the turn of their boundary, None on all others and in trunks.  sec. 4
 
-    Siblings that took the very same turn share their mean outcome. The gradient is the same; but where they cancel it is 0, and no
-    rounding error, out of which Adam would make an update of full length.
+    Siblings that took the very same turn share their mean advantage. The gradient is the same (where the ratio is 1: in the first update
+    of a phase); but where they cancel it is 0, and no rounding error, out of which Adam would make an update of full length.
     """
     k = group.info.get("turn")  # of siblings; trunks have none
     taken = [None if k is None else t.turns[k].action_ids for t in group.trajectories]
     same = [[t.outcome for t, other in zip(group.trajectories, taken) if other == turn] for turn in taken]
-    adv_G = normalise([sum(outcomes) / len(outcomes) for outcomes in same], args.adv_std)
+    adv_G = normalise([sum(outcomes) / len(outcomes) for outcomes in same], False)
+    if args.adv_std and any(adv_G):
+        deviation = stdev(t.outcome for t in group.trajectories)
+        adv_G = [adv / (deviation + 1e-6) for adv in adv_G]
     adv_GK = [[adv if turn == k else None for turn in range(len(t.turns))] for adv, t in zip(adv_G, group.trajectories)]
     stats = {"boundaries": group.info.get("boundaries"), "dropped": group.info.get("dropped")}
     for turn in range(args.max_turns):  # how often siblings disagree

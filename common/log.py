@@ -44,6 +44,10 @@ class Log:
     def __init__(self, args):
         self.args, self.folder = args, run.directory(args)
         self.sums, self.peaks, self.quiet, self.bar, self.shown = {}, {}, [], None, {}
+        self.updates, self.trained = (
+            [],
+            False,
+        )  # of each update of a step: whether this rank had something to train, as yet
         self.started = time.monotonic()
         self.mirrors = []
         last = run.goes_on_from(args)
@@ -95,7 +99,7 @@ class Log:
         self.sums[key] = (total, count) if value is None else (total + float(value) * weight, count + weight)
 
     def peak(self, key, value):
-        self.peaks[key] = max(self.peaks.get(key, -math.inf), float(value))
+        self.peaks[key] = largest([self.peaks.get(key, -math.inf), float(value)])
 
     @contextlib.contextmanager
     def timed(self, key):
@@ -115,12 +119,12 @@ class Log:
             outcomes = [t.outcome for t in group.trajectories if not t.forked]
             if outcomes:
                 for key, value in (
-                    ("reward/mean", statistics.fmean(outcomes)),
                     ("reward/std", statistics.pstdev(outcomes)),
                     ("reward/all_right", min(outcomes) >= 1),
                     ("reward/all_wrong", max(outcomes) <= 0),
                 ):
                     self.mean(key, value)
+                self.mean("reward/mean", statistics.fmean(outcomes), len(outcomes))
             flat = [
                 a
                 for adv_K in adv_GK
@@ -141,9 +145,8 @@ class Log:
             self.mean("rollout/trajectories", 1)
             for turn in trajectory.turns[trajectory.forked :]:
                 self.mean("rollout/action_tokens", len(turn.action_ids))
-                if turn.observation_ids:
-                    self.mean("rollout/observation_tokens", len(turn.observation_ids))
                 if turn.ran:
+                    self.mean("rollout/observation_tokens", len(turn.observation_ids))
                     self.mean("rollout/tool_success", turn.tool_status == "ok")
         if trajectory.forked:
             return
@@ -168,6 +171,7 @@ class Log:
         count = int(on.sum())
         if not count:
             return
+        self.trained = True
         self.mean("trained_tokens", len(micro))
         for key, value in stats.items():
             self.mean(f"loss/{key}", value.detach())  # a part of a sum: `write` divides by the number of updates
@@ -181,6 +185,9 @@ class Log:
         self.peak("policy/ratio_max", (logp.detach()[on] - trainer).exp().max())
 
     def optim(self, stats):
+        """Measure an update, the micro-batches of which have been given to `losses`."""
+        self.updates.append(self.trained)
+        self.trained = False
         for key, value in stats.items():
             if math.isfinite(value):  # a skipped update has no norm
                 self.mean(f"optim/{key}", value)
@@ -193,18 +200,22 @@ class Log:
 
         if run.world_size() > 1:
             shared = [None] * run.world_size()
-            dist.all_gather_object(shared, (self.sums, self.peaks))
+            dist.all_gather_object(shared, (self.sums, self.peaks, self.updates))
         else:
-            shared = [(self.sums, self.peaks)]
+            shared = [(self.sums, self.peaks, self.updates)]
+        trained = [any(parts) for parts in zip(*(updates for *_, updates in shared))]
+        shared = [(sums, peaks) for sums, peaks, _ in shared]
         line = dict.fromkeys(METRICS) | {"step": step, "questions": questions}
         for key in sorted({k for sums, _ in shared for k in sums}):
             total = sum(sums.get(key, (0, 0))[0] for sums, _ in shared)
             count = sum(sums.get(key, (0, 0))[1] for sums, _ in shared)
             if key.startswith("loss/"):
-                count = shared[0][0]["optim/updates"][1]  # those without effect too: their loss is there
+                count = sum(trained)  # the updates, those without effect too: their loss is there
+            elif key == "optim/grad_norm":
+                count -= len(shared) * trained.count(False)  # minibatches of nothing, whose norm is 0
             line[key] = total / count if count else None
         for key in {k for _, peaks in shared for k in peaks}:
-            line[key] = max(peaks.get(key, -math.inf) for _, peaks in shared)
+            line[key] = largest([peaks.get(key, -math.inf) for _, peaks in shared])
         for key in ("optim/skipped", "optim/updates"):
             counts = [sums.get(key, (0, 0))[0] for sums, _ in shared]
             line[key] = counts[0] if line[key] is not None else None  # every rank counts the same updates
@@ -219,7 +230,7 @@ class Log:
         process = psutil.Process()
         line["perf/rss_gb"] = process.memory_info().rss / 2**30
         line["perf/open_files"], line["perf/threads"] = process.num_fds(), process.num_threads()
-        self.sums, self.peaks = {}, {}
+        self.sums, self.peaks, self.updates = {}, {}, []
         line = {key: value if value is None or math.isfinite(value) else None for key, value in line.items()}
         if run.rank() == 0:
             run.append(self.folder / "metrics.jsonl", [json.dumps(line)])
@@ -251,7 +262,7 @@ class Log:
 
     def _warn(self, line):
         """A tool that is never called, or fails, teaches the policy to do without: say so before hours are spent."""
-        if line["rollout/tool_calls"] is None:
+        if line["rollout/tool_calls"] is None or self.args.tools == "off":
             return
         success = line["rollout/tool_success"]
         self.quiet = (self.quiet + [(line["rollout/tool_calls"] == 0, success is not None and success < 0.8)])[-3:]
@@ -270,6 +281,11 @@ class Log:
         items = run.gather(items)
         if run.rank() == 0:
             run.append(self.folder / "samples.jsonl", [json.dumps(item, ensure_ascii=False) for item in items])
+
+
+def largest(values):
+    """nan where there is one: a peak that nobody knows must not look like a small one."""
+    return max(values, key=lambda value: (math.isnan(value), value))
 
 
 def sample(step, kind, question, number, trajectory, adv_K):

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.scores import normalise
+from tools.search import documents_in
 
 TABLE = (("exact match", "eval/em"), ("F1", "eval/f1"), ("turns", "eval/turns"), ("tool calls", "eval/tool_calls"))
 # Terminal colours, as numbers of the palette the reader has chosen: they suit dark and light screens.
@@ -119,7 +120,8 @@ def holds_gold(text, golds):
 
 def near_miss(sample):
     """Wrong in the end, though some tool output holds a gold answer."""
-    return sample["outcome"] < 1 and any(holds_gold(t["tool_output"] or "", sample["golds"]) for t in sample["turns"])
+    heard = [documents_in(t["tool_output"]) for t in sample["turns"] if t["tool_status"] == "ok"]
+    return sample["outcome"] < 1 and any(holds_gold(text, sample["golds"]) for text in heard)
 
 
 def choose(samples, which, count):

@@ -50,7 +50,7 @@ def test_a_sibling_s_advantage_is_its_outcome_minus_the_siblings_mean(outcomes, 
         assert all((a is None) == (place != k) for row in got for place, a in enumerate(row))
 
 
-def test_siblings_that_took_the_same_turn_share_their_mean_outcome():
+def test_siblings_that_took_the_same_turn_share_their_mean_advantage():
     assert same([of_turn(siblings([1, 0, 0, 1], taken=[5, 5, 6, 6]), 1)], [[0, 0, 0, 0]])
     assert same([of_turn(siblings([1, 0, 0], taken=[5, 5, 6]), 1)], [[0.1667, 0.1667, -0.3333]])  # 0.5, 0.5, 0 less 1/3
     for outcomes in ([1, 0], [1, 0, 0], [1, 1, 0]):  # no rounding is left of it
@@ -62,6 +62,9 @@ def test_siblings_that_took_the_same_turn_share_their_mean_outcome():
 def test_with_deviation_where_asked():
     assert same([of_turn(siblings([1, 0]), 1, adv_std=True)], [[0.7071, -0.7071]])
     assert same([of_turn(siblings([1, 0, 0]), 1, adv_std=True)], [[1.1547, -0.5773, -0.5773]])
+    # The mean of 1.1547 and -0.5773: the deviation is that of the outcomes, as if nothing had been merged.
+    assert same([of_turn(siblings([1, 0, 0], taken=[5, 5, 6]), 1, adv_std=True)], [[0.2887, 0.2887, -0.5773]])
+    assert of_turn(siblings([1, 0, 0], taken=[5, 5, 5]), 1, adv_std=True) == [0, 0, 0]
 
 
 def test_a_trunk_is_not_trained_whatever_its_outcome():

@@ -90,6 +90,52 @@ def test_a_forked_trajectory_counts_where_it_was_sampled_and_not_as_an_episode(l
     assert (line["rollout/trajectories"], line["rollout/sampled_tokens"]) == (4, tokens(whole, 0) + tokens(forked, 2))
 
 
+def test_the_mean_reward_is_over_trajectories_and_not_over_groups(log):
+    """RTPO: 2 trunks that are right, and 6 siblings of the first turn that are wrong."""
+    trunks, siblings = samples.groups(count=2, size=6)[0]
+    trunks.trajectories = trunks.trajectories[:2]
+    for group, outcome in ((trunks, 1.0), (siblings, 0.0)):
+        for trajectory in group.trajectories:
+            trajectory.outcome = outcome
+    log.rollouts([trunks, siblings], [[[None] * len(t.turns) for t in g.trajectories] for g in (trunks, siblings)])
+    line = log.write(1, 1)
+    assert (line["reward/mean"], line["reward/all_right"]) == (0.25, 0.5)
+
+
+def test_a_message_after_an_invalid_turn_is_no_tool_output(log):
+    made, advantages = samples.groups(count=1, size=2)
+    heard, refused = (t.turns[0] for t in made[0].trajectories)
+    called(heard, "ok").observation_ids = [1] * 10
+    refused.tool_status, refused.observation_ids = "invalid", [1] * 40
+    log.rollouts(made, advantages)
+    assert log.write(1, 1)["rollout/observation_tokens"] == 10
+
+
+def test_minibatches_without_samples_do_not_thin_the_numbers_of_the_others(log):
+    import torch
+
+    from common.turns import pack
+
+    batch = pack(*samples.groups())
+    batch.weight = batch.mask / batch.mask.sum()
+    for part in (batch, batch.select([])):  # as for a turn whose boundaries fall into one part
+        stats = {"policy": torch.tensor(0.4), "kl_ref": torch.tensor(0.2)}
+        log.losses(part, part.sampler.clone(), part.sampler.clone(), stats)
+        filled = float(len(part) > 0)
+        log.optim({"grad_norm": 2.0 * filled, "skipped": 0.0, "updates": filled})
+    line = log.write(1, 3)
+    assert (line["loss/policy"], line["loss/kl_ref"], line["optim/grad_norm"]) == pytest.approx((0.4, 0.2, 2.0))
+    assert line["optim/updates"] == 1
+
+
+def test_a_peak_that_nobody_knows_is_null(log):
+    for key, values in (("a", (1.0, math.nan)), ("b", (math.nan, 1.0)), ("c", (1.0, 2.0))):
+        for value in values:
+            log.peak(f"policy/{key}", value)
+    line = log.write(1, 1)
+    assert [line[f"policy/{key}"] for key in "abc"] == [None, None, 2.0]
+
+
 def test_what_was_not_measured_in_a_step_keeps_its_key(log):
     log.mean("credit/revived", None)
     assert log.write(1, 1)["credit/revived"] is None
@@ -137,6 +183,16 @@ def test_three_steps_without_a_working_tool_are_warned_of(log, monkeypatch, stat
         log.rollouts(made, advantages)
         log.write(step, step)
     assert len(said) == 1 and words in said[0]
+
+
+def test_a_run_without_a_tool_is_not_warned_of(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(run, "say", said.append)
+    log = Log(train_grpo.Args(out=str(tmp_path), tools="off"))
+    for step in (1, 2, 3, 4):
+        log.rollouts(*samples.groups(count=1))
+        log.write(step, step)
+    assert not said
 
 
 def test_samples_hold_each_turn_s_text_tool_call_output_advantage_and_the_outcome(log, tmp_path):

@@ -82,6 +82,10 @@ def test_a_near_miss_is_wrong_with_a_gold_in_a_tool_output_and_nowhere_else():
         line(number=3, advantages=[0.0, 0.0], outputs=["nothing", "The Hague."]),
     ]
     assert numbers("near_miss", items) == [0, 3]
+    refused = line(outputs=["That is no search."]) | {"golds": ["no"]}
+    refused["turns"][0]["tool_status"] = "invalid"
+    around = line(outputs=["Doc 1 (Title: Ada) A town."]) | {"golds": ["1"]}
+    assert not show.near_miss(refused) and not show.near_miss(around)
     empty = line(outputs=["a b c"]) | {"golds": ["the"]}  # nothing is left of it in normal form
     assert not show.near_miss(empty)
 

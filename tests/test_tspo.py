@@ -147,6 +147,13 @@ def test_the_words_around_documents_hold_no_gold(gold, match):
     assert same(advantages(g, match=match), [[-0.5773, 0], [1.1547, 0], [-0.5773, 0]])
 
 
+@pytest.mark.parametrize("cut", ["Doc", "Doc ", "Doc 3", "Doc 3 (", "Doc 3 (Ti", "Doc 3 (Title", "Doc 3 (Title: "])
+def test_nor_does_what_is_left_of_them_where_an_output_is_cut(cut):
+    heard = f"Doc 1 (Title: Ada) By the river.\n{cut}"
+    g = group([(0.0, [turn(output=text), answer()]) for text in (heard, heard + " and 3")], golds=["3"])
+    assert same(advantages(g), [[-0.7071, 0], [0.7071, 0]])
+
+
 def test_only_what_a_tool_gave_back_well_counts():
     status = ["ok", "error", "timeout", "invalid", None]
     g = group([(0.0, [turn(status=s, output="Ada Cole"), answer()]) for s in status])

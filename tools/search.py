@@ -43,8 +43,11 @@ def as_text(documents):
 
 
 def documents_in(text):
-    """Titles and texts out of what as_text made, without the words it puts around them: an answer such as "1" must not be found in these."""
-    return re.sub(r"^Doc \d+ \(Title: |^Nothing found\.$", "", text, flags=re.MULTILINE)
+    """Titles and texts out of what as_text made, without the words it puts around them: an answer such as "1" must not be found in these.
+    The text may have been cut, in the middle of these words too."""
+    return re.sub(
+        r"^Doc \d+ \(Title: |^Nothing found\.$|^Doc(?: \d*(?: \([Title:]*)?)?\Z", "", text, flags=re.MULTILINE
+    )
 
 
 # ---- BM25
