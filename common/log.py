@@ -44,10 +44,8 @@ class Log:
     def __init__(self, args):
         self.args, self.folder = args, run.directory(args)
         self.sums, self.peaks, self.quiet, self.bar, self.shown = {}, {}, [], None, {}
-        self.updates, self.trained = (
-            [],
-            False,
-        )  # of each update of a step: whether this rank had something to train, as yet
+        # Of each update of a step, and of the one under way: whether this rank has had something to train.
+        self.updates, self.trained = [], False
         self.started = time.monotonic()
         self.mirrors = []
         last = run.goes_on_from(args)

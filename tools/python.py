@@ -206,18 +206,8 @@ def _bubblewrap(binary):
     command += _open("/dev")
     for device in ("null", "zero", "full", "random", "urandom"):
         command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
-    command += [
-        "--ro-bind",
-        str(INSIDE),
-        "/inside.py",
-        "--dir",
-        "/tmp",
-        *_open("/call"),
-        "--remount-ro",
-        "/",
-        "--chdir",
-        "/",
-    ]
+    command += ["--ro-bind", str(INSIDE), "/inside.py", "--dir", "/tmp", *_open("/call")]
+    command += ["--remount-ro", "/", "--chdir", "/"]
     for name, value in environment.items():
         command += ["--setenv", name, value]
     command += ["--cap-drop", "ALL"]

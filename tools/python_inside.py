@@ -73,9 +73,7 @@ def serve(folder, uids):
     gc.freeze()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft <= OUTPUT:
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (min(hard, 2 * OUTPUT) if hard != resource.RLIM_INFINITY else 2 * OUTPUT, hard)
-        )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     control.send(b"ready")
