@@ -1,4 +1,4 @@
-"""make setup: create or refresh .venv and build the tiny bases. Does nothing, at once, when both are up to date.
+"""make setup: create or refresh .venv. Does nothing, at once, when it is up to date.
 
 Runs under the system's Python, whatever its version: plain syntax and the standard library only.
 """
@@ -105,24 +105,6 @@ def main():
         install(name, find_python())
         with open(stamp, "w") as file:
             file.write(wanted(name))
-    # The tiny bases are cached under a hash of their sources. What is noted beside the stamp spares the start of Python when nothing changed.
-    note = os.path.join(VENV, "tiny-bases")
-    source = hashlib.sha256()
-    for module in ("tiny.py", "tiny_math.py", "pretrain.py", "protocol.py"):
-        with open(os.path.join(HERE, "common", module), "rb") as file:
-            source.update(file.read())
-    try:
-        with open(note) as file:
-            known, *paths = file.read().split("\n")
-    except OSError:
-        known, paths = "", []
-    if known != source.hexdigest() or not paths or not all(os.path.isdir(path) for path in paths):
-        build = [os.path.join(VENV, "bin", "python"), "-m", "common.tiny"]
-        built = subprocess.run(build, cwd=HERE, stdout=subprocess.PIPE, text=True)
-        if built.returncode != 0:
-            stop("the tiny bases could not be built; see the message above.")
-        with open(note, "w") as file:
-            file.write("\n".join([source.hexdigest(), *built.stdout.strip().splitlines()[-2:]]))
 
 
 if __name__ == "__main__":

@@ -23,110 +23,30 @@ Shapes: G trajectories of a group, K turns of a trajectory, T tokens of a batch,
 from dataclasses import dataclass
 from typing import Literal
 
-from common import run, similarity
+import tasks
+from common import ranks, run
+from common.args import Shared, parse_args
+from tasks import similarity
 
 
 @dataclass
-class Args:
-    model: str = "Qwen2.5-3B"
-    """a folder, a hub id, a short name such as Qwen2.5-7B-Instruct, or an embedded model: tiny, smollm2"""
-    adapter: str = ""
-    """start from this LoRA adapter instead of a fresh one; it keeps its own rank and scale"""
-    task: str = "hotpotqa"
-    """a data set (docs/data.md), tiny_search, tiny_math, reasoning_gym:<name>, or a JSONL file of {"question", "answers"} lines"""
-    task_kind: Literal["search", "math"] = "search"
-    """of a JSONL file: search (with --corpus or --retriever; exact match) or math (with Python; answers compared by value)"""
-    corpus: str = ""
-    """JSONL file of documents {"id", "title", "text"} to search in"""
-    retriever: str = ""
-    """search with a server instead of a corpus: the address of a Search-R1 compatible one, such as http://127.0.0.1:8000/retrieve,
-    or llm:<OpenAI-compatible address>#<model>, a language model that plays the search engine (ZeroSearch)"""
-    topk: int = 3
-    """documents a search returns"""
-    limit: int = 0
-    """train on the first so many questions only (0: all)"""
-    shots: int = 0
-    """worked examples in the prompt, at most 2: for models that do not know the tags"""
-    template: Literal["auto", "on", "off"] = "auto"
-    """put the prompt through the tokenizer's chat template (auto: when it has one)"""
-    protocol: Literal["tags", "chat"] = "tags"
-    """how a tool is called: by tags in the text, or as the model's own chat template has it"""
-    tools: Literal["on", "off"] = "on"
-    """whether the model has a tool; off: it answers by itself"""
-    answer: Literal["tags", "boxed"] = "tags"
-    """where its answer stands: in <answer> tags, or in \\boxed{} as in most work on mathematics"""
-    context: Literal["full", "strip_think", "window"] = "full"
-    """what of its earlier turns the model sees again: all, all but its thinking, or the last --window turns"""
-    window: int = 2
-    """turns that --context window keeps"""
-    out: str = ""
-    """run directory (default: out/<script>-<model>-<task>-s<seed>)"""
-    resume: bool = False
-    """go on with the run in that directory where it stopped; what is not given here is as it was"""
-    seed: int = 1
-    """of adapter, data order and sampling"""
-    steps: int = 200
-    """rounds of sampling and training"""
-    save_every: int = 50
-    """steps between checkpoints (0: only at the end); an evaluation better than all before it is saved too"""
-    keep: int = 1
-    """checkpoints kept: the last so many (0: all), and always the best by held-out exact match"""
-    eval_every: int = 20
-    """steps between greedy evaluations on held-out questions (0: only before and after)"""
-    eval_questions: int = 200
-    """held-out questions"""
+class Args(Shared):
+    """The flags that this script reads itself. The others are in common/args.py."""
+
     questions: int = 64
     """questions a step, over all ranks"""
     group: int = 8
     """trajectories per question"""
-    max_turns: int = 5
-    """generations per trajectory; the last one runs no tool"""
-    max_turn_tokens: int = 512
-    """tokens per generation"""
-    max_observation_tokens: int = 512
-    """tokens per tool output, its tags included"""
-    max_context: int = 4096
-    """tokens of context and generation together; a trajectory that reaches it ends"""
-    temperature: float = 1.0
-    """of sampling; log-probabilities are taken at the same temperature"""
-    tool_workers: int = 16
-    """tool calls at once (0: one after the other, without a time limit)"""
-    tool_timeout: float = 30.0
-    """seconds until a tool call is given up"""
-    unsafe_python: bool = False
-    """run the model's Python where no sandbox works; limits on time, memory and output remain"""
-    lr: float = 1e-5
-    """learning rate of the LoRA weights (ours; the papers' 1e-6 is for full fine-tuning)"""
-    optim: Literal["adamw", "adamw_8bit"] = "adamw"
-    """optimizer"""
-    grad_clip: float = 1.0
-    """largest gradient norm, over all ranks (0: no limit)"""
+    steps: int = 200
+    """rounds of sampling and training"""
+    eval_every: int = 20
+    """steps between greedy evaluations on held-out questions (0: only before and after)"""
     epochs: int = 1
     """passes over the samples of a phase"""
     minibatches: int = 1
     """optimizer steps per pass"""
     micro_tokens: int = 4096
     """tokens per forward pass: a memory knob that cannot change a gradient"""
-    grad_checkpoint: bool = False
-    """recompute activations in the backward pass: less memory, more time"""
-    lora_rank: int = 32
-    """rank of the adapter"""
-    lora_alpha: float = 64
-    """scale of the adapter, divided by its rank"""
-    load_4bit: bool = False
-    """NF4 base (bitsandbytes) in trainer and engine"""
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """of the base (auto: bfloat16 on a GPU, float32 on a CPU)"""
-    sleep: Literal["full", "kv", "none"] = "full"
-    """while training the engine parks its weights and frees its KV pages (full), frees the pages (kv), or keeps all (none)"""
-    gpu_memory: float = 0.5
-    """share of a GPU's memory for the engine while it is awake"""
-    wandb: bool = False
-    """mirror metrics to Weights & Biases"""
-    tensorboard: bool = False
-    """mirror metrics to TensorBoard files in the run directory"""
-    dry_run: bool = False
-    """load the task, print the memory plan and the first prompt, and stop: no model is loaded"""
     clip_low: float = 0.2
     """the ratio is clipped below 1 - clip_low"""
     clip_high: float = 0.2
@@ -276,39 +196,38 @@ def policy_loss(logp, batch, args):
 def evaluate(engine, task, args, log, step):
     """One greedy trajectory for each held-out question, shared out over ranks."""
     with log.timed("evaluate"):
-        held_out = task.held_out[run.rank() :: run.world_size()]
+        held_out = task.held_out[ranks.rank() :: ranks.world_size()]
         groups = engine.rollout(task, held_out, 1, greedy=True, progress="evaluation")
     log.evaluation(groups)
     log.samples(step, "eval", groups)
 
 
 def main(args):
-    from common import checkpoint, show, tasks, turns  # here and not above: --help answers without torch
+    from common import checkpoint  # here and not above: --help answers without torch
+    from common.batch import pack
     from common.log import Log
     from common.policy import Policy
     from common.rollout import Engine
+    from view import plan, show
 
     # ---- 1. setup
     task = tasks.load(args)
-    device = run.setup(args, __file__)
-    policy = Policy(args, device)
-    log = Log(args)
-    saver = checkpoint.Saver(args, policy, task, log)  # --resume: all is as it was, before the engine takes the adapter
+    args = plan.fit(args, task)  # before any model is loaded; --dry_run ends here
+    device, last = run.setup(args, __file__)  # last: the checkpoint to resume from, or None
+    policy = Policy(args, device, last)
+    log = Log(args, last)
+    # Restores adapter, optimizer and random states; must come before Engine(), which publishes the adapter.
+    saver = checkpoint.Saver(args, policy, task, log, last)
     engine = Engine(policy, args)
-    engine.self_test(policy)
+    engine.self_test(policy)  # else an engine that samples from another policy would only look like slow learning
     if saver.done is None:
         evaluate(engine, task, args, log, step=0)
         saver.save(log.write(0, task.position))
     for step in saver.steps():
         # ---- 2. rollout
         engine.begin(step)
-        phases = collect(engine, task, args)
-        while True:
-            with log.timed("rollout"):
-                groups = next(phases, None)
-            if groups is None:
-                break
-            engine.sleep()
+        for groups in log.time_each("rollout", collect(engine, task, args)):
+            engine.sleep()  # the update needs the memory of its KV pages; sampling wakes it
             # ---- 3. credit
             advantages = []
             for group in groups:
@@ -320,25 +239,29 @@ def main(args):
             log.samples(step, "train", groups, advantages)
             # ---- 4. update
             with log.timed("update"):
-                batch = turns.pack(groups, advantages)
-                prepare(batch, policy, args)
+                batch = pack(groups, advantages)
+                prepare(
+                    batch, policy, args
+                )  # once for all epochs: the old policy must be that of before the first step
                 for _ in range(args.epochs):
                     for minibatch in batch.minibatches(args.minibatches, args.questions):
-                        minibatch.weight = token_weights(minibatch, run.total, args)
+                        # Weights come before the split: their denominators are of the whole step, on all ranks, so
+                        # --micro_tokens cannot change a gradient.
+                        minibatch.weight = token_weights(minibatch, ranks.total, args)
                         for micro in minibatch.micro(args.micro_tokens):
-                            logp, entropy, _ = policy.logps(micro, moments=True)
+                            logp, entropy = policy.logps(micro, moments=["entropy"])
                             loss, stats = policy_loss(logp, micro, args)
                             loss.backward()
                             log.losses(micro, logp, entropy, stats)
                         log.optim(policy.step(batch.lr_scale))
-                engine.publish(policy)
+                engine.publish(policy)  # saves the adapter; the engine loads the newest when it next samples
         # ---- 5. evaluate, log, save
         if step == args.steps or (args.eval_every and step % args.eval_every == 0):
             evaluate(engine, task, args, log, step)
         saver.save(log.write(step, task.position))
-    if run.rank() == 0:
+    if ranks.rank() == 0:
         show.summary(run.directory(args), policy.tokenizer)
 
 
 if __name__ == "__main__":
-    run.launch(main, run.parse(Args))
+    run.launch(main, parse_args(Args))

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from common import run
+from common import ending, ranks, run
 
 
 class Saver:
@@ -27,40 +27,41 @@ class Saver:
     save(line)    after each step, with its line of metrics; all ranks together
     """
 
-    def __init__(self, args, policy, task, log):
+    def __init__(self, args, policy, task, log, last=None):
+        """last: the checkpoint to restore everything from, for a run that is resumed."""
         self.args, self.policy, self.task, self.log = args, policy, task, log
         self.folder = run.directory(args) / "checkpoints"
         self.done, self.best = None, None  # best: (held-out exact match, step)
         self.random = None  # states of each rank, from the checkpoint
         self.state = None  # after the last finished step: (step, best, adapter, bytes of state.pt)
         self.written, self.lock = None, threading.Lock()
-        data = set(run.gather([getattr(task, "fingerprint", None)]))
-        if run.from_rank_0(len(data) > 1):
+        data = set(ranks.gather([task.fingerprint]))
+        if ranks.from_rank_0(len(data) > 1):
             raise SystemExit(
                 "The ranks do not have the same questions, documents and way to run Python: a machine differs."
             )
-        if last := run.goes_on_from(args):
+        if last:
             self._restore(last)
-        if run.rank() == 0:
-            run.at_end(self.rescue)
+        if ranks.rank() == 0:
+            ending.at_end(self.rescue)
 
     def steps(self):
         """The steps that are left, begun with the random states of the last one."""
-        if self.random and run.rank() < len(self.random):
-            set_random_states(self.random[run.rank()])
+        if self.random and ranks.rank() < len(self.random):
+            set_random_states(self.random[ranks.rank()])
         return self.log.steps(self.done)
 
     def save(self, line):
         step, score = line["step"], line["eval/em"]
         better = score is not None and (self.best is None or score > self.best[0])
         best = (score, step) if better else self.best
-        states = run.gather([random_states()])
-        if run.rank() == 0:
+        states = ranks.gather([random_states()])
+        if ranks.rank() == 0:
             content = {
                 "step": step,
                 "best": best,
                 "questions": self.task.position,
-                "data": getattr(self.task, "fingerprint", None),
+                "data": self.task.fingerprint,
                 "random": states,
                 "log": self.log.state(),
                 "optimizer": self.policy.optimizer.state_dict(),
@@ -110,7 +111,7 @@ class Saver:
 
     def _restore(self, path):
         state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
-        if state.get("data") != getattr(self.task, "fingerprint", None):
+        if state.get("data") != self.task.fingerprint:
             raise SystemExit(
                 f"--resume: questions, corpus or Python (its kind, --tool_timeout) are not those {self.folder.parent} was begun with."
             )
@@ -119,13 +120,13 @@ class Saver:
         self.task.position = state["questions"]
         self.policy.optimizer.load_state_dict(state["optimizer"])
         self.log.restore(state["log"], self.done)
-        if run.rank() == 0:
-            if len(self.random) != run.world_size():
-                run.say(
-                    f"begun on {len(self.random)} ranks, goes on on {run.world_size()}: same samples, other rounding"
+        if ranks.rank() == 0:
+            if len(self.random) != ranks.world_size():
+                run.notice(
+                    f"begun on {len(self.random)} ranks, goes on on {ranks.world_size()}: same samples, other rounding"
                 )
             if self.done >= self.args.steps:
-                run.say(f"complete with {self.done} steps: a larger --steps goes on")
+                run.notice(f"complete with {self.done} steps: a larger --steps goes on")
             self._tidy(self.best)
 
     def rescue(self):

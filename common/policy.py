@@ -6,15 +6,21 @@ adapter's gradients cross the wire.
 
 import contextlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch.nn.functional import scaled_dot_product_attention as attend
-from transformers import AttentionInterface, AutoModelForCausalLM, BitsAndBytesConfig
+from torch import Tensor
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from common import models, run
+from common import models
+from common.attention import register_segment_attention, token_logps
+from common.batch import Batch
+
+MICRO_TOKENS = 4096  # tokens per forward pass where nothing is trained
+BLANK_RANK = 8  # of the adapter that does nothing, where nothing is trained
 
 
 class Policy:
@@ -24,15 +30,17 @@ class Policy:
     step()         one optimizer step on the gradients accumulated so far, on all ranks
     """
 
-    def __init__(self, args, device="cpu"):
+    def __init__(self, args, device="cpu", last=None, train=True):
+        """args: those of a training script, or with train=False those of eval.py, which have nothing about optimisation.
+
+        last: the checkpoint to take the adapter from, for a run that is resumed.
+        """
         self.device = torch.device(device)
         self.path = models.resolve(args.model)
         self.dtype = pick_dtype(args.dtype, self.device)
-        self.temperature, self.micro_tokens = args.temperature, args.micro_tokens
-        self.lr, self.grad_clip = args.lr, args.grad_clip
+        self.temperature, self.micro_tokens = args.temperature, args.micro_tokens if train else MICRO_TOKENS
         self.tokenizer = models.load_tokenizer(self.path)
         models.refuse_too_large(self.path, self.dtype, self.device)
-        last = run.goes_on_from(args)
         adapter = str(last / "adapter") if last else args.adapter
         if adapter:
             refuse_other_base(adapter, self.path)
@@ -58,55 +66,66 @@ class Policy:
             self.model = with_adapter(base, adapter)
         else:
             lora = LoraConfig(
-                r=args.lora_rank,
-                lora_alpha=args.lora_alpha,
+                r=args.lora_rank if train else BLANK_RANK,
+                lora_alpha=args.lora_alpha if train else BLANK_RANK,
                 target_modules="all-linear",
                 lora_dropout=0.0,
                 bias="none",
                 task_type="CAUSAL_LM",
             )
             self.model = get_peft_model(base, lora)  # in float32 also over a bf16 base: small updates are not lost
-        if args.grad_checkpoint:
+        recompute = train and args.grad_checkpoint
+        if recompute:
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for module in self.model.modules():
             if isinstance(module, torch.nn.Dropout):  # of an adapter that was trained with it
                 module.p = 0.0
         # Checkpointing works in training mode only, and in evaluation mode bitsandbytes repacks a 4-bit base on a CPU into a form without
         # backward. The mode changes nothing else: no dropout is left.
-        self.model.train(args.grad_checkpoint or args.load_4bit)
+        self.model.train(recompute or args.load_4bit)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.lora_rank = self.model.peft_config["default"].r
-        self.optimizer = make_optimizer(args.optim, self.parameters, args.lr)
+        self.optimizer = None
+        if train:
+            self.lr, self.grad_clip = args.lr, args.grad_clip
+            self.optimizer = make_optimizer(args.optim, self.parameters, args.lr)
 
     @property
     def head(self):
         """(V, hidden) weight of the output layer."""
         return self.model.get_base_model().get_output_embeddings().weight
 
-    def hidden(self, batch):
-        """(T, hidden) last hidden states of a batch's tokens, each attending within its segment and to its ancestors only."""
+    def hidden(self, batch: Batch) -> Tensor:
+        """Return the last hidden states (T, hidden) of a batch's tokens; each token attends to its own segment only."""
         decoder = self.model.get_base_model().get_decoder()
         output = decoder(
             input_ids=batch.ids[None].to(self.device),
             position_ids=batch.position[None].to(self.device),
             attention_mask=None,
             use_cache=False,
-            segments=[(s.start, s.end, ancestors(batch.segments, s)) for s in batch.segments],
+            segments=[(s.start, s.end) for s in batch.segments],
         )
         return output.last_hidden_state[0]
 
-    def logps(self, batch, positions=None, adapter=True, grad=True, moments=False):
-        """Log-probabilities (T,) float32 at the sampling temperature, 0 outside `positions` (bool (T,), default: batch.mask).
+    def logps(
+        self,
+        batch: Batch,
+        positions: Tensor | None = None,
+        adapter: bool = True,
+        grad: bool = True,
+        moments: Sequence[str] = (),
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Return log-probabilities (T,) float32 at the sampling temperature, 0 outside `positions` (bool (T,), default: batch.mask).
 
-        adapter   False: the reference policy
-        grad      False: no gradient; the batch may then be of any size
-        moments   also returns entropy (T,) in nats and the sum of squared probabilities (T,), both without gradient
+        adapter   False: of the reference policy
+        grad      False: without gradient; the batch may then be of any size
+        moments   "entropy" in nats, "squares" (the sum of squared probabilities): returns a tuple, the log-probabilities first, then
+                  these, each (T,) without gradient
         """
         positions = batch.mask if positions is None else positions
-        zeros = torch.zeros(len(batch))
-        if not bool(positions.any()):
-            return (zeros, zeros, zeros) if moments else zeros
-        if not grad:
+        if grad or not bool(positions.any()):
+            outputs = self._logps(batch, positions, adapter, moments)
+        else:
             with torch.no_grad():
                 batch = batch.select(range(len(batch.segments)))
                 batch.extra = {"positions": positions}
@@ -115,20 +134,18 @@ class Policy:
                     for micro in batch.micro(self.micro_tokens)
                 ]
                 outputs = [torch.cat(columns) for columns in zip(*parts)]
-        else:
-            outputs = self._logps(batch, positions, adapter, moments)
         return tuple(outputs) if moments else outputs[0]
 
     def _logps(self, batch, positions, adapter, moments):
         at = positions.nonzero()[:, 0]
-        before = batch.predecessor()[at]
-        assert bool((before >= 0).all()), "the first token of a sequence has no log-probability"
-        columns = [torch.zeros(len(batch))] * (3 if moments else 1)
+        columns = [torch.zeros(len(batch))] * (1 + len(moments))
         if len(at):
+            assert not positions[[s.start for s in batch.segments]].any(), "a first token has no log-probability"
             with contextlib.nullcontext() if adapter else self.model.disable_adapter():
                 hidden = self.hidden(batch)
             ids = batch.ids[at].to(self.device)
-            values = token_logps(hidden[before.to(self.device)], self.head, ids, self.temperature, moments)
+            before = hidden[(at - 1).to(self.device)]  # the token before predicts this one
+            values = token_logps(before, self.head, ids, self.temperature, moments)
             columns = [torch.zeros(len(batch)).index_copy(0, at, value.cpu()) for value in values]
         return columns
 
@@ -268,87 +285,3 @@ def refuse_unsupported(base, max_context=0):
         raise SystemExit(
             f"--max_context {max_context}: this model takes {config.max_position_embeddings} tokens at most."
         )
-
-
-# ---- log-probabilities
-
-
-class _TokenLogps(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, weight, ids, temperature, moments):
-        n, needed = len(ids), ctx.needs_input_grad[0]
-        logps = torch.empty(n, device=hidden.device)
-        entropy, squares = (torch.empty_like(logps) if moments else None for _ in range(2))
-        slope = torch.empty_like(hidden) if needed else None
-        chunk = max(16, 2 ** (27 if hidden.is_cuda else 24) // len(weight))  # floats held at once
-        for i in range(0, n, chunk):
-            part = slice(i, i + chunk)
-            logits = (hidden[part] @ weight.T).float().div_(temperature)
-            log_p = logits.sub_(logits.logsumexp(-1, keepdim=True))
-            logps[part] = log_p.gather(-1, ids[part, None])[:, 0]
-            if needed or moments:
-                p = log_p.exp()
-            if moments:
-                entropy[part] = -(p * log_p).sum(-1)
-                squares[part] = p.square().sum(-1)
-            if needed:
-                slope[part] = (weight[ids[part]] - p.to(weight.dtype) @ weight) / temperature
-            logits = log_p = p = None  # else they live on while the next chunk is made
-        ctx.save_for_backward(slope)
-        if moments:
-            ctx.mark_non_differentiable(entropy, squares)
-            return logps, entropy, squares
-        return logps
-
-    @staticmethod
-    def backward(ctx, grad, *_):
-        (slope,) = ctx.saved_tensors
-        return slope * grad[:, None].to(slope.dtype), None, None, None, None
-
-
-def token_logps(hidden, weight, ids, temperature, moments=False):
-    """Float32 log-probabilities (N,) of ids (N,) under softmax(hidden @ weight.T / temperature), in chunks of tokens.
-
-    The [N, V] matrix never exists. The output layer is frozen, so the gradient for a token's hidden state, weight[id] - softmax @ weight,
-    is made in the forward pass and nothing is computed twice. With `moments`: (logps, entropy, sum of squared probabilities).
-    """
-    values = _TokenLogps.apply(hidden, weight, ids, temperature, moments)
-    return values if moments else (values,)
-
-
-# ---- attention over segments
-
-
-def ancestors(segments, segment):
-    """[(start, end), ...] of a segment's ancestors, root first."""
-    spans = []
-    while segment.parent is not None:
-        segment = segments[segment.parent]
-        spans.insert(0, (segment.start, segment.end))
-    return spans
-
-
-def register_segment_attention():
-    """Make attn_implementation="segments" known to transformers."""
-    AttentionInterface.register("segments", segment_attention)
-
-
-def segment_attention(module, query, key, value, attention_mask, scaling=None, segments=None, **kwargs):
-    """Exact attention of packed segments: each attends to its ancestors' keys and causally to its own, without an n^2 mask.
-
-    query, key, value (1, heads, T, head_dim); segments: [(start, end, [ancestor (start, end), ...]), ...]. Returns (1, T, heads, head_dim).
-    """
-    outputs = []
-    for start, end, above in segments:
-        q = query[:, :, start:end]
-        if above:
-            spans = [*above, (start, end)]
-            k, v = (torch.cat([x[:, :, a:b] for a, b in spans], 2) for x in (key, value))
-            mask = torch.ones(end - start, k.shape[2], dtype=torch.bool, device=q.device).tril(
-                k.shape[2] - (end - start)
-            )
-            outputs.append(attend(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=True))
-        else:
-            k, v = key[:, :, start:end], value[:, :, start:end]
-            outputs.append(attend(q, k, v, is_causal=True, scale=scaling, enable_gqa=True))
-    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None

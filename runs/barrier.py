@@ -13,26 +13,29 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import protocol, rollout, run, tasks
+import tasks
+from common import environment, loop, rollout, run
+from common.args import parse_args
 from common.policy import Policy
+from tasks import search_qa
 from train_grpo import Args
 
 PAIRS, MEAN = 7, 0.25
 
 
-class FourTurns(tasks.SearchQA):
+class FourTurns(search_qa.SearchQA):
     """Whatever the model says is taken for a search, so that every trajectory has --max_turns turns."""
 
-    def parse(self, text):
-        action = super().parse(text)
-        return protocol.Action("search", action.text if action else text)
+    def read(self, turn):
+        action = super().read(turn)
+        return environment.Action("search", action.text if action else turn.text)
 
-    def run_tool(self, tool, text, earlier):
+    def call(self, turn, question, earlier):
         time.sleep(next(self.waits))
-        return self.tool(text)
+        return self.tool(turn.tool_input)
 
 
-class BarrierTools(rollout.Tools):
+class BarrierTools(loop.Tools):
     """Answers are held back until no generation and no tool is under way."""
 
     def __init__(self, loop, *args):
@@ -47,7 +50,7 @@ class BarrierTools(rollout.Tools):
         return held
 
 
-class BarrierLoop(rollout.Loop):
+class BarrierLoop(loop.Loop):
     def __init__(self, engine, task, greedy):
         super().__init__(engine, task, greedy)
         self.tools = BarrierTools(self, task, engine.args.tool_workers, engine.args.tool_timeout)
@@ -59,29 +62,31 @@ def waits(seed):
     return iter([rng.expovariate(1 / MEAN) for _ in range(1000)])
 
 
-def timed(engine, task, questions, loop, pair):
+def timed(engine, task, questions, kind, pair):
     task.waits = waits(pair)
-    rollout.Loop, kept = loop, rollout.Loop
+    rollout.Loop = kind
     engine.begin(1)
     start = time.monotonic()
     groups = engine.rollout(task, questions, 8)
     seconds = time.monotonic() - start
-    rollout.Loop = kept
+    rollout.Loop = loop.Loop
     trajectories = [t for g in groups for t in g.trajectories]
     return seconds, [[turn.action_ids for turn in t.turns] for t in trajectories]
 
 
 def main():
-    args = run.parse(Args, ["--model", "tiny", "--max_turns", "4", "--tool_workers", "32", "--out", tempfile.mkdtemp()])
+    args = parse_args(
+        Args, ["--model", "tiny", "--max_turns", "4", "--tool_workers", "32", "--out", tempfile.mkdtemp()]
+    )
     plain = tasks.load(args)
     run.setup(args, __file__)
     policy = Policy(args)
     engine = rollout.Engine(policy, args)
     task = FourTurns(args, plain.tokenizer, plain.tool, plain.train, plain.held_out)
     questions = task.train[:4]
-    continuous = rollout.Loop
-    for loop in (BarrierLoop, continuous):  # warm-up
-        timed(engine, task, questions, loop, -1)
+    continuous = loop.Loop
+    for kind in (BarrierLoop, continuous):  # warm-up
+        timed(engine, task, questions, kind, -1)
     ratios, seconds = [], []
     for pair in range(PAIRS):
         with_barrier, ids = timed(engine, task, questions, BarrierLoop, pair)

@@ -33,6 +33,8 @@ sys.path.insert(0, str(ROOT))
 from compare_page import MISMATCH, read_json, read_lines, write  # noqa: E402
 
 from common import run  # noqa: E402
+from common.args import parse_args  # noqa: E402
+from common.models import EMBEDDED  # noqa: E402
 
 PARTS = ("main", "turns", "cost", "smollm2")  # the last one only when it is asked for
 ALONE = ("cost",)  # one at a time, on all cores
@@ -75,10 +77,10 @@ def mismatched(pack):
 def mismatch(argv):
     """train_grpo.py with one error made on purpose: sampled on one history (--context strip_think), trained on another."""
     import train_grpo
-    from common import turns
+    from common import batch
 
-    turns.pack = mismatched(turns.pack)
-    run.launch(train_grpo.main, run.parse(train_grpo.Args, argv))
+    batch.pack = mismatched(batch.pack)
+    run.launch(train_grpo.main, parse_args(train_grpo.Args, argv))
 
 
 # ---- what is to be run
@@ -121,7 +123,7 @@ def plan(args):
         jobs.append(Job(part, args.out / place / f"{script}-s{seed}", label, words, seed, steps, at))
 
     for (task, model), seed, label in itertools.product(TASKS.items(), args.seeds, SCRIPTS):
-        steps = args.steps or run.PRESETS[model]["steps"]
+        steps = args.steps or EMBEDDED[model].preset["steps"]
         add("main", task, label, seed, steps, task, f"--model {model} --task {task} {' '.join(MEASURE_KL)}")
     tiny = "--model tiny --task tiny_search --eval_every 0"
     warm = {part: shlex.join(["--adapter", str(warm_folder(args, part) / "adapter")]) for part in WARM}
@@ -148,7 +150,7 @@ def fingerprint(root, job):
 
 
 def add_code(digest, root, script):
-    for path in (root / script, *sorted((root / "common").glob("*.py")), *sorted((root / "tools").glob("*.py"))):
+    for path in (root / script, *(p for package in run.PACKAGES for p in sorted((root / package).rglob("*.py")))):
         digest.update(f"\n{path.relative_to(root)}\n".encode() + (path.read_bytes() if path.exists() else b""))
 
 

@@ -172,9 +172,9 @@ def task_table(results):
 
 def answerable(result):
     """Share of the held-out questions of tiny_search that --max_turns allows to answer: a search a hop, and the answer."""
-    from common import tiny
+    from tasks.tiny import tiny_search
 
-    held_out = tiny.search_world()[2][: result.questions]
+    held_out = tiny_search.search_world()[2][: result.questions]
     return statistics.fmean(question["hops"] + 1 <= result.job.at for question in held_out)
 
 

@@ -23,6 +23,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from common.args import parse_args
+
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = (
     "--model tiny --questions 4 --group 4 --eval_questions 10 --eval_every 0 --save_every 1 --steps 6 --tool_timeout 2"
@@ -40,14 +42,15 @@ def broken(how, argv):
     sys.path.insert(0, str(ROOT))
     sys.argv = [str(ROOT / "train_grpo.py"), *argv]
     import train_grpo
-    from common import run, tasks
+    from common import ranks, run
+    from tasks import loading, search_qa
     from tools import search
 
-    tasks.Retriever = functools.partial(search.Retriever, patience=PATIENCE)
-    plain, calls = tasks.SearchQA.run_tool, []
+    loading.Retriever = functools.partial(search.Retriever, patience=PATIENCE)
+    plain, calls = search_qa.SearchQA.call, []
 
-    def run_tool(self, tool, text, earlier):
-        calls.append(text)
+    def call(self, turn, question, earlier):
+        calls.append(turn.tool_input)
         if len(calls) % 10 == 0:
             if how == "hangs":
                 time.sleep(3600)
@@ -55,19 +58,19 @@ def broken(how, argv):
                 raise ValueError("the index is gone")
             if how == "floods":
                 return "x y " * 2_500_000
-        return plain(self, tool, text, earlier)
+        return plain(self, turn, question, earlier)
 
-    tasks.SearchQA.run_tool = run_tool
+    search_qa.SearchQA.call = call
     plain_advantages, groups = train_grpo.compute_advantages, []
 
     def compute_advantages(group, args):
         groups.append(group)
-        if how == "crashes" and run.rank() == 1 and len(groups) == 7:  # two groups a step: in step 4
+        if how == "crashes" and ranks.rank() == 1 and len(groups) == 7:  # two groups a step: in step 4
             raise ValueError("the seventh group is too much")
         return plain_advantages(group, args)
 
     train_grpo.compute_advantages = compute_advantages
-    run.launch(train_grpo.main, run.parse(train_grpo.Args))
+    run.launch(train_grpo.main, parse_args(train_grpo.Args))
 
 
 # ---- runs

@@ -16,11 +16,16 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import tasks
 import train_grpo  # noqa: E402
-from common import protocol, run, tiny, turns  # noqa: E402
+from common import run, turns
+from common.args import parse_args  # noqa: E402
+from common.batch import pack  # noqa: E402
+from tasks import wordings
+from tasks.tiny import tiny_search
 
 HOPS = 3
-HEAD = len(protocol.INSTRUCTION + "Question: ")  # of a trace's prompt
+HEAD = len(wordings.INSTRUCTION + "Question: ")  # of a trace's prompt
 
 
 def group(trace, task):
@@ -34,25 +39,27 @@ def group(trace, task):
             made.append(turns.Turn(context, ids, [0.0] * len(ids), text))  # nobody sampled them
         else:
             made[-1].tool = "search"
-            _, made[-1].observation_ids = task.observation(text, made[-1])
+            _, made[-1].observation_ids = task.observe(made[-1], text)
             context = task.next_context(made)
     return turns.Group(question, [turns.Trajectory(made)])
 
 
 def main(args):
-    from common import tasks
+    from common import run
     from common.policy import Policy
 
     if args.task != "tiny_search" or args.protocol != "tags":
         raise SystemExit("The traces are of --task tiny_search, in --protocol tags.")
     task = tasks.load(args)
-    policy = Policy(args, run.setup(args, __file__))
-    rng, names = random.Random(args.seed), tiny._names()["pretraining"]
+    policy = Policy(args, run.setup(args, __file__)[0])
+    rng, names = random.Random(args.seed), tiny_search._names()["pretraining"]
     with tqdm(range(args.steps), desc="warm start") as steps:
         for _ in steps:
             count = args.questions * args.group
-            groups = [group(tiny._trace(rng, names, rng.randint(1, HOPS), flawed=True), task) for _ in range(count)]
-            batch = turns.pack(groups, [[[1.0] * len(g.trajectories[0].turns)] for g in groups])
+            groups = [
+                group(tiny_search._trace(rng, names, rng.randint(1, HOPS), flawed=True), task) for _ in range(count)
+            ]
+            batch = pack(groups, [[[1.0] * len(g.trajectories[0].turns)] for g in groups])
             total, loss = int(batch.mask.sum()), 0.0
             for micro in batch.micro(args.micro_tokens):
                 part = -policy.logps(micro)[micro.mask].sum() / total
@@ -61,8 +68,8 @@ def main(args):
             policy.step()
             steps.set_postfix(loss=f"{loss:.3f}")
     policy.save_adapter(run.directory(args) / "adapter")
-    run.say(f"adapter: {run.directory(args)}/adapter (last loss {loss:.3f} nats a token)")
+    run.notice(f"adapter: {run.directory(args)}/adapter (last loss {loss:.3f} nats a token)")
 
 
 if __name__ == "__main__":
-    run.launch(main, run.parse(train_grpo.Args))
+    run.launch(main, parse_args(train_grpo.Args))

@@ -11,14 +11,14 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 import train_grpo  # noqa: E402
-from common import run  # noqa: E402
+from common import ranks  # noqa: E402
+from common.batch import pack  # noqa: E402
 from common.policy import Policy  # noqa: E402
-from common.turns import pack  # noqa: E402
 
 
 def main(model, target):
     torch.set_num_threads(1)
-    if run.world_size() > 1:
+    if ranks.world_size() > 1:
         dist.init_process_group("gloo")
     args = train_grpo.Args(model=model, lora_rank=8, lora_alpha=16, lr=1e-3, kl_coef=0.1, max_context=1024)
     torch.manual_seed(0)
@@ -32,22 +32,22 @@ def main(model, target):
         for average in ("token", "turn", "trajectory", "constant"):
             args.average = average
             groups, advantages = samples.groups(count=count)
-            mine = slice(run.rank(), None, run.world_size())
+            mine = slice(ranks.rank(), None, ranks.world_size())
             batch = pack(groups[mine], advantages[mine])
             train_grpo.prepare(batch, policy, args)
-            batch.weight = train_grpo.token_weights(batch, run.total, args)
+            batch.weight = train_grpo.token_weights(batch, ranks.total, args)
             policy.optimizer.zero_grad()
             for micro in batch.micro(100):
                 loss, _ = train_grpo.policy_loss(policy.logps(micro), micro, args)
                 loss.backward()
             results[count, average] = policy.gradient()
-    if run.rank() == run.world_size() - 1:  # one rank's fault is everybody's
+    if ranks.rank() == ranks.world_size() - 1:  # one rank's fault is everybody's
         policy.parameters[0].grad = torch.full_like(policy.parameters[0], float("nan"))
     before = [p.detach().clone() for p in policy.parameters]
     results["skipped"] = policy.step()["skipped"]
     results["unchanged"] = all(torch.equal(a, b) for a, b in zip(before, policy.parameters))
-    torch.save(results, f"{target}.{run.rank()}")
-    if run.world_size() > 1:
+    torch.save(results, f"{target}.{ranks.rank()}")
+    if ranks.world_size() > 1:
         dist.destroy_process_group()
 
 

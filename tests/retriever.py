@@ -111,9 +111,9 @@ class Handler(BaseHTTPRequestHandler):
 def load(corpus):
     """The documents of a list, a file, or "tiny" (the embedded world)."""
     if corpus == "tiny":
-        from common import tiny
+        from tasks.tiny import tiny_search
 
-        return tiny.search_world()[0]
+        return tiny_search.search_world()[0]
     return corpus if isinstance(corpus, list) else read_corpus(corpus)
 
 

@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import models
 
+import tools
 import train_grpo
-from common import rollout, tasks
+from common import loop
 from common.turns import Group, Question, Trajectory
+from tasks import search_qa
 from tools.search import Search
 
 DOCUMENTS = [
@@ -42,7 +44,7 @@ class Scripted:
             yield request_id, ids, [-0.5] * len(ids), reason
 
 
-class Tool:
+class Tool(tools.Tool):
     """A function in a tool's place."""
 
     name = "search"
@@ -51,17 +53,17 @@ class Tool:
         self.function = function
         self.keeps_time = getattr(function, "keeps_time", False)
 
-    def __call__(self, text, earlier=()):
+    def __call__(self, text, earlier=(), question=None):
         return self.function(text)
 
 
 def play(script, count=1, golds=("Bo Hale",), tool=None, greedy=False, tokenizer=TOKENIZER, **changes):
     """`count` trajectories of one question. Returns (trajectories, engine)."""
     engine = Scripted(script, tokenizer, **changes)
-    task = tasks.SearchQA(engine.args, tokenizer, Tool(tool or Search(DOCUMENTS, 1)), [], [])
+    task = search_qa.SearchQA(engine.args, tokenizer, Tool(tool or Search(DOCUMENTS, 1)), [], [])
     group = Group(Question("q", "Who leads the firm of Ada Cole?", list(golds)), [Trajectory() for _ in range(count)])
-    episodes = [rollout.Rollout(group.question, t, i) for i, t in enumerate(group.trajectories)]
+    episodes = [loop.Rollout(group.question, t, i) for i, t in enumerate(group.trajectories)]
     ended = []
-    rollout.Loop(engine, task, greedy).run(episodes, lambda: ended.append(1))
+    loop.Loop(engine, task, greedy).run(episodes, lambda: ended.append(1))
     assert len(ended) == count
     return group.trajectories, engine

@@ -6,8 +6,10 @@ import socket
 import commands
 import pytest
 
+import tasks
 import train_grpo
-from common import models, policy, run, tasks
+from common import models, policy, run
+from common.args import parse_args
 
 QUESTION = {"question": "Which town is by the river?", "answers": ["Oakford"]}
 DOCUMENT = {"id": "1", "title": "Oakford", "text": "a town by the river"}
@@ -15,7 +17,7 @@ DOCUMENT = {"id": "1", "title": "Oakford", "text": "a town by the river"}
 
 def start(words, script=train_grpo):
     """What a script does before it trains, without process group and engine."""
-    args = run.parse(script.Args, words)
+    args = parse_args(script.Args, words)
     tasks.load(args)
     if wrong := run.refusal(args, run.directory(args)):
         raise SystemExit(wrong)

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import train_grpo
-from common import checkpoint, run
+from common import checkpoint, ending, run
 from common.log import Log
 
 # ---- the files
@@ -47,11 +47,12 @@ class Policy:
 def make(folder, resume=False, **changes):
     folder.mkdir(exist_ok=True)
     args = train_grpo.Args(out=str(folder), resume=resume, **({"steps": 100, "save_every": 1} | changes))
-    policy, task, log = Policy(), SimpleNamespace(position=0), Log(args)
+    last = run.last_checkpoint(folder) if resume else None
+    policy, task, log = Policy(), SimpleNamespace(position=0, fingerprint=None), Log(args, last)
     if resume:  # as the real one does
-        weights = json.loads((run.last_checkpoint(folder) / "adapter" / "adapter_model.safetensors").read_text())
+        weights = json.loads((last / "adapter" / "adapter_model.safetensors").read_text())
         policy.weight.data = torch.tensor(weights)
-    saver = checkpoint.Saver(args, policy, task, log)
+    saver = checkpoint.Saver(args, policy, task, log, last)
     return SimpleNamespace(args=args, policy=policy, task=task, log=log, saver=saver)
 
 
@@ -75,7 +76,7 @@ def adapter(folder, name="adapter"):
 
 @pytest.fixture(autouse=True)
 def no_endings(monkeypatch):
-    monkeypatch.setattr(run, "at_end", lambda action: None)
+    monkeypatch.setattr(ending, "at_end", lambda action: None)
     random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
 
 
@@ -134,7 +135,7 @@ def test_what_was_finished_since_the_last_checkpoint_is_saved_when_the_run_ends(
 
 
 def test_a_run_that_ends_while_a_better_step_is_being_remembered_keeps_the_best(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "say", lambda text: None)
+    monkeypatch.setattr(run, "notice", lambda text: None)
     made = make(tmp_path / "run", save_every=50)
     steps(made, 0, 1, scores=[0.1, 0.5])
     steps(made, 2, 4)

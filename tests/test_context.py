@@ -10,10 +10,12 @@ import torch
 from scripted import TOKENIZER, play
 
 import train_grpo
-from common import protocol, rollout, run, tasks
+from common import environment, rollout, run
+from common.batch import pack
 from common.policy import Policy
-from common.protocol import without_thinking
-from common.turns import Group, Question, pack
+from common.turns import Group, Question
+from tasks import search_qa
+from tasks.thinking import without_thinking
 from tools.search import Search
 
 SECRET = "zzz"  # what is only thought
@@ -204,14 +206,14 @@ def test_a_block_opened_by_the_generation_prompt_of_a_template_is_left_out_of_la
 # ---- the real engine
 
 
-class Restless(tasks.SearchQA):
+class Restless(search_qa.SearchQA):
     """Whatever is said is a search, and what lies between an `a` and an `e` of it is taken for thinking."""
 
     def decode(self, ids):
         return super().decode(ids).replace("a", "<think>").replace("e", "</think>")
 
-    def parse(self, text):
-        return protocol.Action("search", "Ada Cole")
+    def read(self, turn):
+        return environment.Action("search", "Ada Cole")
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +245,7 @@ def test_engine_and_trainer_agree_on_contexts_that_do_not_grow(engine, context, 
     policy, made, args = engine
     changes = vars(args) | dict(context=context, window=window)
     task = Restless(train_grpo.Args(**changes), policy.tokenizer, Search(scripted.DOCUMENTS, 1), [], [])
-    task.stop = ["t"]
+    task.limits.stop = ["t"]
     made.begin(1)
     groups = made.rollout(task, [Question(str(i), f"Who is {i}?", []) for i in range(3)], 3)
     trajectories = [t for g in groups for t in g.trajectories]

@@ -12,7 +12,8 @@ import datasets
 import fixtures
 import pytest
 
-from common import data, scores, tasks
+import tasks
+from tasks import hub, scores
 from tools.search import Search
 
 LOADED = {  # name: kind, questions to train on and held out, to test on, rows left out, documents
@@ -49,7 +50,7 @@ def folder(tmp_path, monkeypatch):
 
 def load(folder, name, eval_questions=2, with_documents=False, **more):
     fixtures.write(folder, name)
-    return data.load(name, eval_questions, with_documents, **more)
+    return hub.load(name, eval_questions, with_documents, **more)
 
 
 def everything(made):
@@ -64,9 +65,9 @@ def texts(questions):
 
 
 def test_every_set_has_a_fixture_and_every_fixture_a_set():
-    assert set(data.SOURCES) == set(fixtures.SETS) == set(LOADED)
+    assert set(hub.SOURCES) == set(fixtures.SETS) == set(LOADED)
     for name, (place, _, _, splits) in fixtures.SETS.items():
-        source = data.SOURCES[name]
+        source = hub.SOURCES[name]
         assert place == f"{source.path}/{source.config or 'default'}"
         assert {source.test, source.train} - {None} <= set(splits)
 
@@ -82,7 +83,7 @@ def test_a_set_loads_from_files_of_its_real_schema(folder, name, capsys):
     assert len(made.documents or ()) == (documents or 0) and (made.documents is None) == (documents is None)
     said = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
     assert len(said) == bool(left_out) and all(f"{name}: left out {left_out} of" in line for line in said)
-    assert bool(made.train) == bool(data.SOURCES[name].train)  # the others can only be tested on
+    assert bool(made.train) == bool(hub.SOURCES[name].train)  # the others can only be tested on
     questions = everything(made)
     assert len({q.id for q in questions}) == len(questions)
     for q in questions:
@@ -135,7 +136,7 @@ def test_questions_without_an_id_are_named_after_their_text(folder):
     ids = {q.text: q.id for q in everything(load(folder, "gsm8k"))}
     columns, splits = fixtures.SETS["gsm8k"][2:]
     fixtures.save(place / "train.parquet", splits["train"][::-1], columns)
-    assert {q.text: q.id for q in everything(data.load("gsm8k", 2, False))} == ids and len(ids) == 10
+    assert {q.text: q.id for q in everything(hub.load("gsm8k", 2, False))} == ids and len(ids) == 10
 
 
 def test_code_carries_what_a_scorer_needs_and_has_no_golds(folder):
@@ -168,7 +169,7 @@ def test_the_order_of_options_does_not_depend_on_which_is_right(folder):
     for some in (rows, moved):
         place, ending, columns, _ = fixtures.SETS["gpqa"]
         fixtures.save(folder / place / f"train.{ending}", some, columns)
-        made.append(data.load("gpqa", 1, False).test)
+        made.append(hub.load("gpqa", 1, False).test)
     assert [q.text for q in made[0]] == [q.text for q in made[1]] and len({q.text[-24:] for q in made[0]}) > 5
     assert all(one.golds != other.golds for one, other in zip(*made))
 
@@ -181,7 +182,7 @@ def hotpot_questions(folder, train, **more):
     place = folder / fixtures.SETS["hotpotqa"][0]
     fixtures.save(place / "train.parquet", train, columns)
     fixtures.save(place / "validation.parquet", splits["validation"], columns)
-    return data.load("hotpotqa", **({"eval_questions": 5, "with_documents": False} | more))
+    return hub.load("hotpotqa", **({"eval_questions": 5, "with_documents": False} | more))
 
 
 def test_held_out_questions_are_chosen_by_their_texts_and_not_by_their_places(folder):
@@ -245,7 +246,7 @@ def test_only_rank_0_says_what_is_left_out(folder, monkeypatch, capsys):
 
 def test_hotpotqa_s_corpus_is_its_paragraphs_each_once(folder):
     rows = fixtures.write_hotpot(folder)
-    made = data.load("hotpotqa", 20, True)
+    made = hub.load("hotpotqa", 20, True)
     assert (len(made.train), len(made.held_out), len(made.test)) == (130, 20, 50)
     cells = [row["context"] for row in rows[150:] + rows[:150]]
     pairs = [pair for cell in cells for pair in zip(cell["title"], map(tuple, cell["sentences"]))]
@@ -258,7 +259,7 @@ def test_hotpotqa_s_corpus_is_its_paragraphs_each_once(folder):
     for question in made.test[:10]:
         person = question.text.removeprefix("Who leads the firm of ").rstrip("?")
         assert search.find(person)[0]["title"] == person
-    assert data.load("hotpotqa", 20, False).documents is None
+    assert hub.load("hotpotqa", 20, False).documents is None
 
 
 def test_documents_keep_titles_apart_and_lose_only_white_space(folder):
@@ -281,7 +282,7 @@ def test_documents_keep_titles_apart_and_lose_only_white_space(folder):
 def refused(name, *words):
     """The sentence load ends with; it names the set and has all the words."""
     with pytest.raises(SystemExit) as stopped:
-        data.load(name, 2, True)
+        hub.load(name, 2, True)
     said = str(stopped.value)
     assert said.startswith(f"--task {name}: ") and "\n" not in said and len(said) < 900
     assert [word for word in words if word not in said] == []
@@ -308,7 +309,7 @@ def test_parquet_may_be_lines_of_json(folder):
     for split in ("train", "validation"):
         (folder / place / f"{split}.parquet").unlink()
         fixtures.save(folder / place / f"{split}.jsonl", splits[split])
-    assert [(q.id, q.text, q.golds) for q in everything(data.load("hotpotqa", 2, False))] == asked
+    assert [(q.id, q.text, q.golds) for q in everything(hub.load("hotpotqa", 2, False))] == asked
 
 
 RENAMED = {"id": "1", "query": "Who?", "golden_answers": ["Bo"]}
@@ -350,7 +351,7 @@ OLD = {"id": "1", "question": "Who?", "answer": "Bo", "context": {"title": ["A"]
     ],
 )
 def test_a_column_of_another_name_or_type_is_named_with_what_was_found(folder, name, rows, words):
-    source = data.SOURCES[name]
+    source = hub.SOURCES[name]
     fixtures.save(folder / source.path / (source.config or "default") / f"{source.test}.jsonl", rows)
     if source.train:
         fixtures.save(folder / source.path / (source.config or "default") / f"{source.train}.jsonl", rows)
@@ -360,11 +361,11 @@ def test_a_column_of_another_name_or_type_is_named_with_what_was_found(folder, n
 def test_a_column_without_any_value_fits_and_numbers_may_be_answers(folder):
     place = folder / "math-ai/aime25/default"
     fixtures.save(place / "test.jsonl", [{"id": None, "problem": f"Find {i}.", "answer": i} for i in range(2)])
-    assert [q.golds for q in data.load("aime25", 1, False).test] == [["0"], ["1"]]
+    assert [q.golds for q in hub.load("aime25", 1, False).test] == [["0"], ["1"]]
     rows = [fixtures.musique(f"2hop__{i}", f"Who is {i}?", "Bo Hale") for i in range(8)]  # no alias anywhere
     for split in ("train", "validation"):
         fixtures.save(folder / f"dgslibisey/MuSiQue/default/{split}.jsonl", rows)
-    assert {tuple(q.golds) for q in data.load("musique", 1, False).test} == {("Bo Hale",)}
+    assert {tuple(q.golds) for q in hub.load("musique", 1, False).test} == {("Bo Hale",)}
 
 
 def test_a_file_that_is_broken_or_holds_nothing_is_refused(folder):
@@ -388,7 +389,7 @@ def test_another_configuration_and_another_split_are_told(tmp_path, folder, monk
     fixtures.save(tmp_path / "old" / "main" / "test.parquet", splits["test"], columns)
     card = "---\nconfigs:\n- config_name: socratic\n  data_files:\n  - split: test\n    path: main/test.parquet\n---\n"
     (tmp_path / "old" / "README.md").write_text(card)
-    monkeypatch.setitem(data.SOURCES, "gsm8k", replace(data.SOURCES["gsm8k"], path=str(tmp_path / "old")))
+    monkeypatch.setitem(hub.SOURCES, "gsm8k", replace(hub.SOURCES["gsm8k"], path=str(tmp_path / "old")))
     refused("gsm8k", "configuration main", "found another layout", "'main' not found", "socratic", "SOURCES")
     (tmp_path / "old" / "README.md").write_text(card.replace("socratic", "main"))
     refused("gsm8k", "with the split train", "found another layout", "Should be one of ['test']", "TURNWISE_DATA")
@@ -399,20 +400,21 @@ def test_another_configuration_and_another_split_are_told(tmp_path, folder, monk
 
 ELSEWHERE = """
 import os, sys
-from common import data
+import tasks
+from tasks import hub, scores
 for name in sys.argv[1:]:
     if os.path.isdir(name):
         os.environ["TURNWISE_DATA"] = name
         continue
     try:
-        print("loaded", len(data.load(name, 2, False).test))
+        print("loaded", len(hub.load(name, 2, False).test))
     except SystemExit as stop:
         print(stop)
 """
 
 
 def elsewhere(tmp_path, *names, **environment):
-    """What data.load ends with for each name, in a process with an empty cache and these variables; a folder among the names is
+    """What hub.load ends with for each name, in a process with an empty cache and these variables; a folder among the names is
     TURNWISE_DATA for those that follow."""
     clean = {k: v for k, v in os.environ.items() if k != "TURNWISE_DATA" and not k.startswith("HF_")}
     own = {"HF_HOME": str(tmp_path / "hf"), "TURNWISE_CACHE": str(tmp_path / "cache")} | environment

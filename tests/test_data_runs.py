@@ -9,13 +9,16 @@ import commands
 import fixtures
 import pytest
 
+import tasks
 import train_grpo
-from common import benchmark, data, run, tasks, turns
+from common import run
+from common.batch import pack
 from common.policy import Policy
 from common.rollout import Engine
+from tasks import benchmarks, hub
 
-SEARCHES = [name for name, source in data.SOURCES.items() if source.kind == "search" and not source.paragraphs]
-TRAINED = [name for name, source in data.SOURCES.items() if source.train]
+SEARCHES = [name for name, source in hub.SOURCES.items() if source.kind == "search" and not source.paragraphs]
+TRAINED = [name for name, source in hub.SOURCES.items() if source.train]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +38,7 @@ def model(qwen, tmp_path_factory):
     """A policy and its engine, for all data sets."""
     out = str(tmp_path_factory.mktemp("data") / "out")
     args = train_grpo.Args(model=qwen, out=out, max_context=1536, lora_rank=8, lora_alpha=16, lr=1e-3)
-    policy = Policy(args, run.setup(args, train_grpo.__file__))
+    policy = Policy(args, run.setup(args, train_grpo.__file__)[0])
     return policy, Engine(policy, args)
 
 
@@ -45,7 +48,7 @@ def args_of(name, folder, **more):
     return train_grpo.Args(model=more.pop("model"), task=name, corpus=corpus, questions=2, group=2, **small, **more)
 
 
-@pytest.mark.parametrize("name", data.SOURCES)
+@pytest.mark.parametrize("name", hub.SOURCES)
 def test_every_data_set_is_trained_on_and_evaluated(name, folder, qwen, model):
     policy, engine = model
     args = args_of(name, folder, model=qwen, answer="boxed" if name in ("math", "math500") else "tags")
@@ -57,10 +60,10 @@ def test_every_data_set_is_trained_on_and_evaluated(name, folder, qwen, model):
             assert [len(group.trajectories) for group in groups] == [2, 2]
             # A model of random weights is never right: the advantages are made up, so that there is something to learn.
             signs = [[[(-1.0) ** i] * len(t.turns) for i, t in enumerate(group.trajectories)] for group in groups]
-            batch = turns.pack(groups, signs)
+            batch = pack(groups, signs)
             train_grpo.prepare(batch, policy, args)
             batch.weight = train_grpo.token_weights(batch, lambda x: x, args)
-            logp, _, _ = policy.logps(batch, moments=True)
+            logp, _ = policy.logps(batch, moments=["entropy"])
             loss, _ = train_grpo.policy_loss(logp, batch, args)
             loss.backward()
             assert policy.step()["updates"] == 1
@@ -70,18 +73,18 @@ def test_every_data_set_is_trained_on_and_evaluated(name, folder, qwen, model):
             tasks.load(args)
     task = tasks.load(args, "eval")
     args.samples = 0  # as eval.py has it
-    items = benchmark.evaluate(engine, task, args, task.test[:2], "base", name)
+    items = benchmarks.evaluate(engine, task, args, task.test[:2], "base", name)
     assert len(items) == len(task.test[:2]) > 0
     for figures, lines in items:
         assert 0 <= figures["em"] <= 1 and figures["turns"] in (1, 2) and len(lines) == 1
-        assert ("f1" in figures) == (data.SOURCES[name].kind == "search")
+        assert ("f1" in figures) == (hub.SOURCES[name].kind == "search")
 
 
 @pytest.mark.parametrize("name", SEARCHES)
 def test_what_needs_wikipedia_says_how_to_get_it(name, folder, qwen):
     args = args_of(name, folder, model=qwen)
     args.corpus = ""
-    with pytest.raises(SystemExit, match="wiki-18-corpus.*python -m tools.search serve") as refused:
+    with pytest.raises(SystemExit, match="wiki-18-corpus.*python -m tools.serve") as refused:
         tasks.load(args, "eval")
     assert f"--task {name}: " in str(refused.value) and "\n" not in str(refused.value)
     args.tools = "off"

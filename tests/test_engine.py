@@ -7,46 +7,35 @@ import pytest
 import torch
 
 import train_grpo
-from common import rollout, run
+from common import loop, run, turns
+from common.batch import pack
+from common.environment import Action, Environment, Limits
 from common.policy import Policy
-from common.protocol import Action
 from common.rollout import Engine
-from common.turns import Question, pack
+from common.turns import Question
 
 
-class Echo:
+class Echo(Environment):
     """Every generation calls a tool that answers with words drawn from its input, after a random wait. Generations end at an `e`."""
 
-    stop, max_turns, max_turn_tokens = ["e"], 4, 24
-    invalid_message = "again"
-
     def __init__(self, tokenizer, longest_wait=0.0, prompt_tokens=90):
-        self.tokenizer, self.longest_wait, self.prompt_tokens = tokenizer, longest_wait, prompt_tokens
-        self.stop_ids = [tokenizer.eos_token_id]
+        super().__init__(tokenizer, Limits(turns=4, turn_tokens=24, stop=["e"], stop_ids=[tokenizer.eos_token_id]))
+        self.longest_wait, self.prompt_tokens = longest_wait, prompt_tokens
         self.waits = random.Random(time.time_ns())
 
     def prompt_ids(self, question):
         rng = random.Random(question.id)
         return [rng.randrange(1, 300) for _ in range(self.prompt_tokens)]
 
-    def decode(self, ids):
-        return self.tokenizer.decode(ids)
+    def read(self, turn):
+        return Action("echo", turn.text)
 
-    def parse(self, text):
-        return Action("echo", text)
-
-    def run_tool(self, tool, text, earlier):
+    def call(self, turn, question, earlier):
         time.sleep(self.waits.random() * self.longest_wait)
-        return f"heard {len(text)} letters of {text[:8]!r}"
+        return f"heard {len(turn.text)} letters of {turn.text[:8]!r}"
 
-    def observation(self, output, turn):
+    def observe(self, turn, output):
         return output, self.tokenizer.encode(f"\n<information> {output} </information>\n")
-
-    def next_context(self, turns):
-        return turns[-1].context_ids + turns[-1].action_ids + turns[-1].observation_ids
-
-    def finish(self, trajectory, question):
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -171,10 +160,10 @@ def test_one_at_a_time_gives_the_same_ids(made):
     for question in questions(3):
         engine.begin(4)
         engine.phase = 0
-        group = rollout.Group(question, [rollout.Trajectory() for _ in range(2)])
+        group = turns.Group(question, [turns.Trajectory() for _ in range(2)])
         for sample, trajectory in enumerate(group.trajectories):
             engine.begin(4)
-            engine._finish(Echo(policy.tokenizer), [rollout.Rollout(question, trajectory, sample)], False, None)
+            engine._finish(Echo(policy.tokenizer), [loop.Rollout(question, trajectory, sample)], False, None)
         alone.append(group)
     assert ids(alone) == ids(together)
     worst = (packed(alone).sampler - packed(together).sampler).abs().max()

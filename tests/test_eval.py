@@ -8,8 +8,9 @@ import commands
 import pytest
 
 import eval as evaluation
-from common import benchmark, stats
 from common.turns import Trajectory, Turn
+from tasks import benchmarks, stats
+from view import tables
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -72,7 +73,7 @@ def test_a_difference_is_paired_by_question():
 
 def test_the_figures_of_a_trajectory():
     turns = [Turn([1], [2, 3], [0, 0], tool_status=status) for status in ("ok", "timeout", "invalid", None)]
-    figures = benchmark.measure(Trajectory(turns, outcome=1.0, stop="answer", info={"f1": 1.0}))
+    figures = benchmarks.measure(Trajectory(turns, outcome=1.0, stop="answer", info={"f1": 1.0}))
     assert (figures["turns"], figures["tool_calls"], figures["tool_used"], figures["tokens"]) == (4, 2, 1, 8)
     assert (figures["em"], figures["f1"]) == (1, 1)
     assert {k for k, v in figures.items() if k.startswith("stop_") and v} == {"stop_answer"}
@@ -80,7 +81,7 @@ def test_the_figures_of_a_trajectory():
 
 def test_the_table_has_a_row_for_each_figure_and_endings_only_where_there_were_some():
     figures = [{"em": 1.0, "tool_calls": 2, "stop_answer": 1.0, "stop_length": 0.0}] * 3
-    lines = stats.table(stats.compare({"base": figures, "adapter": figures}, 1)).splitlines()
+    lines = tables.table(stats.compare({"base": figures, "adapter": figures}, 1)).splitlines()
     assert lines[:2] == ["| | base | adapter | adapter - base |", "|---|---|---|---|"]
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| exact match", "| tool calls", "| stop answer"]
     assert lines[3].split(" | ")[1:] == ["2.000 [2.000, 2.000]", "2.000 [2.000, 2.000]", "0.000 [0.000, 0.000] |"]

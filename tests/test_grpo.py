@@ -7,7 +7,8 @@ import samples
 import torch
 
 import train_grpo
-from common.turns import Group, Question, Trajectory, Turn, pack
+from common.batch import pack
+from common.turns import Group, Question, Trajectory, Turn
 
 
 def group(*outcomes, turns=2):

@@ -8,7 +8,7 @@ from groups import answer, group, same, turn
 
 import train_grpo
 import train_gtpo
-from common import similarity
+from tasks import similarity
 
 
 def invalid():

@@ -8,9 +8,13 @@ import commands
 import pytest
 import scripted
 
+import tasks
 import train_grpo
-from common import models, pretrain, protocol, rollout, run, tasks, tiny_math
+from common import loop, models
+from common.args import parse_args
 from common.turns import Group, Question, Trajectory, Turn
+from tasks import choice_qa, code_qa, files, loading, math_qa, tags, wordings
+from tasks.tiny import pretrain, tiny_math
 from tools.python import Python
 
 
@@ -88,7 +92,7 @@ def test_a_number_is_read_and_written_as_the_same_tokens(tokenizer):
         ids = tokenizer.encode(f" {number}")
         for text in (f"<python> {number} + 5 </python>", f"<answer> {number} </answer>"):
             assert tokenizer.encode(text)[1 : 1 + len(ids)] == ids
-        observation = protocol.cut_observation(tokenizer, str(number), 96, tiny_math.WORDS.around)[1]
+        observation = tags.cut_observation(tokenizer, str(number), 96, tiny_math.WORDS.around)[1]
         assert any(observation[i : i + len(ids)] == ids for i in range(len(observation)))
 
 
@@ -96,14 +100,16 @@ def test_the_base_was_pretrained_on_what_the_task_shows_it(tokenizer, make_args)
     question = {"question": "Start with 12. First add 7. Second double it."}
     task = tasks.load(make_args(model="tiny-math", task="tiny_math", unsafe_python=True))
     trace = [
-        (tiny_math.WORDS.instruction + protocol.question_line(question["question"]), "prompt"),
+        (tiny_math.WORDS.instruction + wordings.question_line(question["question"]), "prompt"),
         ("<think> First add 7. </think> <python> 12 + 7 </python>", "turn"),
         ("19", "found"),
     ]
     ((ids, _),) = pretrain._encode(tokenizer, [trace], [], tiny_math.WORDS.around)
     said = tokenizer.encode(trace[1][0])
-    shown = task.run_tool("python", task.parse(trace[1][0]).text, [])
-    _, observed = task.observation(shown, Turn([1], said, [0.0] * len(said), tool="python"))
+    turn = Turn([1], said, [0.0] * len(said), text=trace[1][0], tool="python")
+    turn.tool_input = task.read(turn).text
+    shown = task.call(turn, None, [])
+    _, observed = task.observe(turn, shown)
     assert shown == "19"
     assert task.prompt_ids(Question("q", question["question"], [])) + said + observed == ids[:-1]
     made = tiny_math._tokenizer()
@@ -120,7 +126,7 @@ def test_the_math_base_starts_between_0_1_and_0_5_and_computes(tmp_path):
 
 
 def test_the_preset_of_the_math_base_is_that_of_the_other_one():
-    tiny, math = (vars(run.parse(train_grpo.Args, ["--model", name])) for name in ("tiny", "tiny-math"))
+    tiny, math = (vars(parse_args(train_grpo.Args, ["--model", name])) for name in ("tiny", "tiny-math"))
     assert {name for name in tiny if tiny[name] != math[name]} == {"model", "task", "topk"}
     assert math["task"] == "tiny_math"
 
@@ -140,9 +146,9 @@ class Calculator:
 def play(say, tool, golds):
     """One trajectory of MathQA in which the model says `say`, turn by turn."""
     engine = scripted.Scripted(lambda question, sample, turn: say[turn])
-    task = tasks.MathQA(engine.args, engine.tokenizer, tool, [], [])
+    task = math_qa.MathQA(engine.args, engine.tokenizer, tool, [], [])
     group = Group(Question("q", "What is half of 19 * 3?", golds), [Trajectory()])
-    rollout.Loop(engine, task, False).run([rollout.Rollout(group.question, group.trajectories[0], 0)], lambda: None)
+    loop.Loop(engine, task, False).run([loop.Rollout(group.question, group.trajectories[0], 0)], lambda: None)
     return group.trajectories[0]
 
 
@@ -213,9 +219,9 @@ def test_a_data_set_of_reasoning_gym_is_made_in_three_disjoint_parts(make_args):
     task = gym(make_args, "chain_sum")
     again = gym(make_args, "chain_sum")
     parts = [{q.text for q in part} for part in (task.train, task.held_out, task.test)]
-    assert [len(part) for part in parts[:2]] == [40, 10] and tasks.TEST - 20 < len(
+    assert [len(part) for part in parts[:2]] == [40, 10] and files.TEST - 20 < len(
         parts[2]
-    ) <= tasks.TEST  # some come twice
+    ) <= files.TEST  # some come twice
     assert not parts[0] & parts[1] and not parts[0] & parts[2] and not parts[1] & parts[2]
     assert again.fingerprint == task.fingerprint and again.test == task.test
     question = task.train[0]
@@ -300,7 +306,7 @@ def of_kind(family, make_args, question, *more):
 )
 def test_an_option_is_named_by_its_letter(make_args, answer, right):
     question = Question("1", "Which planet is red?\nA) Venus\nB) $D$, Mars\nC) Io\nD) Sun", ["B"])
-    assert of_kind(tasks.ChoiceQA, make_args, question).score(answer, question) == (right, {})
+    assert of_kind(choice_qa.ChoiceQA, make_args, question).score(answer, question) == (right, {})
 
 
 PROMPT = 'import math\n\n\ndef half(n):\n    """The half of n, rounded down."""\n'
@@ -331,5 +337,5 @@ TESTED = "def check(candidate):\n    assert candidate(5) == 2\n    assert candid
 )
 def test_a_function_is_right_when_the_tests_of_its_question_pass(make_args, answer, right):
     question = Question("HumanEval/0", PROMPT, [], info={"prompt": PROMPT, "entry_point": "half", "test": TESTED})
-    task = of_kind(tasks.CodeQA, make_args, question, tasks.python_tool(2.0, False))
+    task = of_kind(code_qa.CodeQA, make_args, question, loading.python_tool(2.0, False))
     assert task.score(answer, question) == (right, {})

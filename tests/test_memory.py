@@ -19,11 +19,15 @@ import models  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+import tasks  # noqa: E402
 import train_grpo  # noqa: E402
-from common import memory, run  # noqa: E402
+from common import run  # noqa: E402
+from common.args import parse_args  # noqa: E402
+from common.attention import token_logps  # noqa: E402
+from common.batch import Batch, Segment  # noqa: E402
 from common.models import empty_model  # noqa: E402
-from common.policy import Policy, token_logps  # noqa: E402
-from common.turns import Batch, Segment  # noqa: E402
+from common.policy import Policy  # noqa: E402
+from view import plan  # noqa: E402
 
 GIB = 2**30
 NUMBERS = {  # public values of config.json
@@ -103,7 +107,7 @@ def published(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def published_sizes(published):
-    return {name: memory.sizes(empty_model(path)) for name, path in published.items()}
+    return {name: plan.sizes(empty_model(path)) for name, path in published.items()}
 
 
 @pytest.fixture(scope="module", params=["qwen2", "llama", "qwen3"])
@@ -131,7 +135,7 @@ def packed(tokens, rows):
     mask, length = torch.ones(tokens, dtype=torch.bool), tokens // rows
     mask[::length] = False
     zeros, none = torch.zeros(tokens), torch.zeros(tokens, dtype=torch.long)
-    segments = [Segment(i * length, (i + 1) * length, None, i) for i in range(rows)]
+    segments = [Segment(i * length, (i + 1) * length, i) for i in range(rows)]
     ids = torch.randint(5, 300, (tokens,), generator=torch.Generator().manual_seed(0))
     position = torch.arange(length).repeat(rows)
     return Batch(segments, [0], ids, position, mask, mask, none, none, none, zeros, zeros, zeros)
@@ -167,11 +171,11 @@ def test_the_parameters_of_published_models_are_counted_to_the_last_one(publishe
 
 def test_parameters_and_adapter_are_those_of_the_model_that_is_trained(small):
     policy = Policy(grpo_args(model=small))
-    found = memory.sizes(empty_model(small))
+    found = plan.sizes(empty_model(small))
     adapter = sum(p.numel() for p in policy.parameters)
     assert found.adapter(8) == adapter
     assert found.parameters == sum(p.numel() for p in policy.model.parameters()) - adapter
-    assert memory.base_bytes(found, 4, load_4bit=False) == 4 * found.parameters
+    assert plan.base_bytes(found, 4, load_4bit=False) == 4 * found.parameters
 
 
 def test_the_adapter_of_a_3b_model_by_hand(published_sizes):
@@ -189,7 +193,7 @@ def test_the_adapter_of_a_3b_model_by_hand(published_sizes):
     ],
 )
 def test_keys_and_values_of_a_token(published_sizes, name, by_hand):
-    assert memory.kv_bytes(published_sizes[name], 2) == by_hand
+    assert plan.kv_bytes(published_sizes[name], 2) == by_hand
     assert name != "Qwen2.5-3B" or by_hand == 36_864
 
 
@@ -206,7 +210,7 @@ def test_a_4bit_base_takes_the_bytes_that_bitsandbytes_gives_it(small):
             state = p.quant_state
             parts = (state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code)
             held += sum(t.numel() * t.element_size() for t in parts)
-    assert held == memory.base_bytes(memory.sizes(empty_model(small)), 2, load_4bit=True)
+    assert held == plan.base_bytes(plan.sizes(empty_model(small)), 2, load_4bit=True)
 
 
 def test_a_matrix_of_the_engine_s_4bit_base_takes_4_bytes_more_for_each_64_weights():
@@ -216,8 +220,8 @@ def test_a_matrix_of_the_engine_s_4bit_base_takes_4_bytes_more_for_each_64_weigh
     packed, state = quantize_4bit(torch.randn(96, 200), compress_statistics=True, quant_type="nf4")
     scales = dequantize_blockwise(state.absmax, state.state2) + state.offset
     assert scales.dtype == torch.float32
-    assert packed.nbytes + scales.nbytes + state.code.nbytes == memory.nf4_bytes(96 * 200, nested=False)
-    assert memory.nf4_bytes(96 * 200, nested=False) == 96 * 200 // 2 + 4 * 96 * 200 // 64 + 64
+    assert packed.nbytes + scales.nbytes + state.code.nbytes == plan.nf4_bytes(96 * 200, nested=False)
+    assert plan.nf4_bytes(96 * 200, nested=False) == 96 * 200 // 2 + 4 * 96 * 200 // 64 + 64
 
 
 @pytest.mark.parametrize("optim", ["adamw", "adamw_8bit"])
@@ -231,7 +235,7 @@ def test_the_optimizer_takes_the_bytes_of_its_states(small, optim):
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.numel() > 1 and not name.startswith("qmap"):
                 states[value.data_ptr()] = value.numel() * value.element_size()
-    assert sum(states.values()) == memory.optimizer_bytes(memory.sizes(empty_model(small)), 16, optim)
+    assert sum(states.values()) == plan.optimizer_bytes(plan.sizes(empty_model(small)), 16, optim)
 
 
 # ---- activations
@@ -250,9 +254,9 @@ def test_what_a_forward_pass_keeps_is_what_the_plan_says_within_1_percent(small,
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         hidden = policy.hidden(packed(tokens, rows=2))
-    found = memory.sizes(empty_model(small))
+    found = plan.sizes(empty_model(small))
     measured = sum(s.nbytes() for pointer, s in kept.items() if pointer not in weights)
-    assert measured / (tokens * found.layers * memory.saved_bytes(found, item, rank=8)) == pytest.approx(1, abs=0.01)
+    assert measured / (tokens * found.layers * plan.saved_bytes(found, item, rank=8)) == pytest.approx(1, abs=0.01)
     assert hidden.requires_grad
 
 
@@ -264,13 +268,13 @@ def test_an_update_takes_what_the_plan_says_and_up_to_10_percent_less(small, dty
     policy, batch = Policy(args), packed(tokens, rows=2)
 
     def update():
-        logp, _, _ = policy.logps(batch, moments=True)
+        logp, _ = policy.logps(batch, moments=["entropy"])
         logp.sum().backward()
 
     update()
     policy.optimizer.zero_grad()
     _, measured = allocated(update)
-    made = memory.plan(memory.sizes(empty_model(small)), args, 24 * GIB)
+    made = plan.make(plan.sizes(empty_model(small)), args, 24 * GIB)
     rows = {row.name: row.bytes for row in made.update}
     gradients = rows["trainer: gradients"] // 2  # the flat copy comes after
     planned = (
@@ -284,11 +288,11 @@ def test_a_chunk_of_logits_takes_12_bytes_a_number_however_many_there_are(publis
     vocab, width = 20_000, 16
     hidden = torch.randn(tokens, width, requires_grad=True)
     weight, ids = torch.randn(vocab, width), torch.arange(tokens)
-    _, measured = allocated(lambda: token_logps(hidden, weight, ids, 1.0, moments=True))
+    _, measured = allocated(lambda: token_logps(hidden, weight, ids, 1.0, moments=["entropy"]))
     found = dataclasses.replace(published_sizes["Qwen2.5-3B"], vocab=vocab)
-    assert memory.chunk_bytes(found, tokens, 2**24) == memory.HEAD * min(tokens, 838) * vocab
-    assert measured / memory.chunk_bytes(found, tokens, 2**24) == pytest.approx(1, abs=0.02)
-    assert memory.chunk_bytes(found, 10**6) == pytest.approx(memory.HEAD * 2**27, rel=0.001)
+    assert plan.chunk_bytes(found, tokens, cuda=False) == plan.HEAD * min(tokens, 838) * vocab
+    assert measured / plan.chunk_bytes(found, tokens, cuda=False) == pytest.approx(1, abs=0.02)
+    assert plan.chunk_bytes(found, 10**6) == pytest.approx(plan.HEAD * 2**27, rel=0.001)
 
 
 # ---- the plan
@@ -300,7 +304,7 @@ def test_the_rows_add_up_and_the_engine_s_are_its_share(published_sizes, name, l
     card = 80 * GIB
     for sleep in ("none", "kv", "full"):
         args = grpo_args(load_4bit=load_4bit, sleep=sleep, gpu_memory=0.4)
-        made = memory.plan(published_sizes[name], args, card)
+        made = plan.make(published_sizes[name], args, card)
         for moment in ("sampling", "update"):
             assert made.total(moment) == sum(row.bytes for row in getattr(made, moment))
             assert all(isinstance(row.bytes, int) for row in getattr(made, moment))
@@ -313,7 +317,7 @@ def test_the_rows_add_up_and_the_engine_s_are_its_share(published_sizes, name, l
 def test_what_each_sleep_mode_leaves_free(published_sizes):
     """none keeps all but the working memory of a step, kv gives the pages back, full the weights and the adapter's slot too."""
     plans = {
-        sleep: memory.plan(published_sizes["Qwen2.5-3B"], grpo_args(sleep=sleep), 80 * GIB)
+        sleep: plan.make(published_sizes["Qwen2.5-3B"], grpo_args(sleep=sleep), 80 * GIB)
         for sleep in ("none", "kv", "full")
     }
     held = {row.name: row.bytes for row in plans["none"].sampling}
@@ -337,23 +341,23 @@ def test_what_each_sleep_mode_leaves_free(published_sizes):
 def test_what_is_parked_takes_the_next_power_of_two_a_matrix_and_twice_its_size_where_it_is_small(
     published_sizes, name, load_4bit, held, pinned
 ):
-    parked = memory.base_bytes(published_sizes[name], 2, load_4bit, nested=False) + 1000  # of an adapter slot
+    parked = plan.base_bytes(published_sizes[name], 2, load_4bit, nested=False) + 1000  # of an adapter slot
     small = parked - int(held * 2**20)
     assert 0 < small < 0.2 * parked
-    assert memory.host_bytes(published_sizes[name], 2, load_4bit, parked) == pinned * 2**20 + 2 * small
+    assert plan.host_bytes(published_sizes[name], 2, load_4bit, parked) == pinned * 2**20 + 2 * small
 
 
 def test_kv_pages_and_full_trajectories(published_sizes):
-    made = memory.plan(published_sizes["Qwen2.5-3B"], grpo_args(max_context=4096), 80 * GIB)
+    made = plan.make(published_sizes["Qwen2.5-3B"], grpo_args(max_context=4096), 80 * GIB)
     pages = {row.name: row.bytes for row in made.sampling}["engine: KV pages"]
     assert made.kv_tokens == pages // (16 * 36_864) * 16 and made.at_once == made.kv_tokens // 4096
-    odd = memory.plan(published_sizes["Qwen2.5-3B"], grpo_args(max_context=4097), 80 * GIB)
+    odd = plan.make(published_sizes["Qwen2.5-3B"], grpo_args(max_context=4097), 80 * GIB)
     assert odd.at_once == odd.kv_tokens // 4112  # a page holds 16 tokens and belongs to one trajectory
 
 
 def test_a_micro_batch_is_at_least_one_full_trajectory(published_sizes):
     def activations(**changes):
-        made = memory.plan(published_sizes["Qwen2.5-3B"], grpo_args(**changes), 80 * GIB)
+        made = plan.make(published_sizes["Qwen2.5-3B"], grpo_args(**changes), 80 * GIB)
         return {row.name: row.bytes for row in made.update}["trainer: activations"]
 
     assert activations(micro_tokens=1024, max_context=4096) == activations(micro_tokens=4096, max_context=4096)
@@ -362,7 +366,7 @@ def test_a_micro_batch_is_at_least_one_full_trajectory(published_sizes):
 
 def test_more_ranks_sample_fewer_trajectories_each(published_sizes):
     args = grpo_args(questions=64, group=8)
-    requests = [memory.plan(published_sizes["Qwen2.5-3B"], args, 80 * GIB, world=n).requests for n in (1, 4, 8, 64)]
+    requests = [plan.make(published_sizes["Qwen2.5-3B"], args, 80 * GIB, world=n).requests for n in (1, 4, 8, 64)]
     assert requests == [256, 128, 64, 8]
 
 
@@ -372,17 +376,17 @@ def test_the_flags_that_are_advised_make_it_fit_and_none_of_them_is_needless(pub
         for gib in (12, 16, 23.6, 47.4, 79.2):
             for start in (dict(), dict(sleep="none", micro_tokens=16384), dict(gpu_memory=0.9)):
                 args, card = grpo_args(**(dict(lora_rank=32, max_context=4096) | start)), int(gib * GIB)
-                flags = memory.remedy(found, args, card)
+                flags = plan.remedy(found, args, card)
                 advised.add(flags)
                 if flags is None:
                     continue
                 words = flags.split("--")[1:]
-                parsed = [run.parse(train_grpo.Args, ["--task", "tiny_search", *f"--{w}".split()]) for w in words]
+                parsed = [parse_args(train_grpo.Args, ["--task", "tiny_search", *f"--{w}".split()]) for w in words]
                 changes = {w.split()[0]: getattr(p, w.split()[0]) for w, p in zip(words, parsed)}
-                assert memory.plan(found, dataclasses.replace(args, **changes), card).wrong() == []
+                assert plan.make(found, dataclasses.replace(args, **changes), card).wrong() == []
                 for name in changes:
                     rest = {k: v for k, v in changes.items() if k != name}
-                    assert memory.plan(found, dataclasses.replace(args, **rest), card).wrong()
+                    assert plan.make(found, dataclasses.replace(args, **rest), card).wrong()
     assert {None, "", "--grad_checkpoint"} < advised and any(f and "load_4bit" in f for f in advised)
     assert any(f and "gpu_memory" in f for f in advised)
 
@@ -393,13 +397,14 @@ def test_the_flags_that_are_advised_make_it_fit_and_none_of_them_is_needless(pub
 @pytest.fixture
 def dry(published, tmp_path, capsys, monkeypatch):
     """Run --dry_run in this process, for the usual cards whatever this machine has. Returns what it prints."""
-    usual = {name: int(size * GIB) for name, size in memory.CARDS.items()}
-    monkeypatch.setattr(memory, "cards", lambda: usual)
+    usual = {name: int(size * GIB) for name, size in plan.CARDS.items()}
+    monkeypatch.setattr(plan, "cards", lambda: usual)
 
     def look(*words, script="train_grpo", model="Qwen2.5-3B"):
         module = importlib.import_module(script)
         given = ["--model", published.get(model, model), "--out", str(tmp_path / "run"), "--dry_run", *words]
-        memory.dry_run(run.parse(module.Args, given if "--task" in words else [*given, "--task", "tiny_search"]))
+        args = parse_args(module.Args, given if "--task" in words else [*given, "--task", "tiny_search"])
+        plan.dry_run(args, tasks.load(args))
         assert not (tmp_path / "run").exists()
         return capsys.readouterr().out
 
@@ -414,7 +419,7 @@ def test_every_script_plans_without_weights_and_leaves_nothing_behind(dry, scrip
     for moment in ("while sampling", "while updating"):
         rows = shown.partition(moment)[2].partition("together")[0].splitlines()[1:-1]
         together = shown.partition(moment)[2].partition("together, GiB")[2].split()
-        columns = [sum(float(row[32 + 10 * c : 42 + 10 * c]) for row in rows) for c in range(len(memory.cards()))]
+        columns = [sum(float(row[32 + 10 * c : 42 + 10 * c]) for row in rows) for c in range(len(plan.cards()))]
         for column, total in zip(columns, together):
             assert column == pytest.approx(float(total), abs=0.006 * len(rows))
 
@@ -426,10 +431,9 @@ def test_the_command_ends_with_0(published, tmp_path):
 
 
 def test_the_first_prompt_is_shown_as_the_model_sees_it(dry, published):
-    from common import tasks
 
     shown = dry("--seed", "3")
-    args = run.parse(train_grpo.Args, ["--model", published["Qwen2.5-3B"], "--task", "tiny_search", "--seed", "3"])
+    args = parse_args(train_grpo.Args, ["--model", published["Qwen2.5-3B"], "--task", "tiny_search", "--seed", "3"])
     task = tasks.load(args)
     ids = task.prompt_ids(task.take(1)[0])
     assert task.decode(ids) in shown
@@ -478,11 +482,11 @@ def test_a_card_that_is_too_small_is_told_what_helps(dry):
 
 def test_a_resumed_run_may_be_looked_at(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    begun = run.parse(train_grpo.Args, ["--model", "tiny"])
+    begun = parse_args(train_grpo.Args, ["--model", "tiny"])
     folder = run.directory(begun)
     folder.mkdir(parents=True)
     (folder / "args.json").write_text(json.dumps(dataclasses.asdict(begun)))
-    assert run.parse(train_grpo.Args, ["--out", str(folder), "--resume", "--dry_run"]).dry_run
+    assert parse_args(train_grpo.Args, ["--out", str(folder), "--resume", "--dry_run"]).dry_run
 
 
 # ---- docs/gpu.md
@@ -499,15 +503,15 @@ def tables(found):
 
     def made(name, card=79.1, **changes):
         options = dict(lora_rank=32, max_context=4096, micro_tokens=4096) | changes
-        return memory.plan(found[name], grpo_args(**options), int(card * GIB))
+        return plan.make(found[name], grpo_args(**options), int(card * GIB))
 
     def gib(count):
         return f"{count / GIB:.1f}"
 
     parts = head("model", "parameters", "base, bf16", "base, NF4", "adapter, its gradients", "adamw", "adamw_8bit")
     for name, sizes in found.items():
-        bases = [gib(memory.base_bytes(sizes, 2, packed)) for packed in (False, True)]
-        states = [f"{memory.optimizer_bytes(sizes, 32, optim) / GIB:.2f}" for optim in ("adamw", "adamw_8bit")]
+        bases = [gib(plan.base_bytes(sizes, 2, packed)) for packed in (False, True)]
+        states = [f"{plan.optimizer_bytes(sizes, 32, optim) / GIB:.2f}" for optim in ("adamw", "adamw_8bit")]
         adapter = f"{4 * sizes.adapter(32) / GIB:.2f}, {8 * sizes.adapter(32) / GIB:.2f}"
         parts.append(row(name, f"{sizes.parameters:,}", *bases, adapter, *states))
 
@@ -517,16 +521,16 @@ def tables(found):
             options = [dict(), *(dict(grad_checkpoint=True, micro_tokens=n) for n in (4096, 8192, 16384))]
             plans = [made(name, load_4bit=packed, sleep="full", **o) for o in options]
             kv = made(name, load_4bit=packed, sleep="kv").total("update")
-            cells = [gib(plan.total("update")) for plan in plans] + [gib(kv - plans[0].total("update"))]
+            cells = [gib(each.total("update")) for each in plans] + [gib(kv - plans[0].total("update"))]
             update.append(row(name, "NF4" if packed else "bf16", *cells))
 
-    cards = head("model", "base", *(f"{name} card" for name in memory.CARDS))
+    cards = head("model", "base", *(f"{name} card" for name in plan.CARDS))
     for name in found:
         for packed in (False, True):
             cells = []
-            for card in memory.CARDS.values():
-                plan = made(name, card, load_4bit=packed, grad_checkpoint=True, gpu_memory=0.6)
-                cells.append("does not fit" if plan.wrong() else f"{gib(plan.total('sampling'))} GiB, {plan.at_once}")
+            for card in plan.CARDS.values():
+                one = made(name, card, load_4bit=packed, grad_checkpoint=True, gpu_memory=0.6)
+                cells.append("does not fit" if one.wrong() else f"{gib(one.total('sampling'))} GiB, {one.at_once}")
             cards.append(row(name, "NF4" if packed else "bf16", *cells))
     return {"parts": parts, "update": update, "cards": cards}
 
@@ -549,7 +553,7 @@ def test_the_tables_of_the_page_are_the_plan_s(published_sizes):
 def test_the_host_memory_that_page_and_recipes_name_is_the_plan_s(published_sizes):
     def host(name):
         args = grpo_args(lora_rank=32, max_context=4096, sleep="full")
-        return memory.plan(published_sizes[name], args, 80 * GIB).host / GIB
+        return plan.make(published_sizes[name], args, 80 * GIB).host / GIB
 
     page = (ROOT / "docs/gpu.md").read_text()
     assert f"for a rank of Qwen2.5-7B {host('Qwen2.5-7B'):.0f} GiB, for 8 ranks {8 * host('Qwen2.5-7B'):.0f}." in page
@@ -562,6 +566,6 @@ if __name__ == "__main__":
         sys.exit(__doc__)
     with tempfile.TemporaryDirectory() as scratch:
         folders = {name: config_only(Path(scratch) / name, name) for name in NUMBERS}
-        known = {name: memory.sizes(empty_model(folder)) for name, folder in folders.items()}
+        known = {name: plan.sizes(empty_model(folder)) for name, folder in folders.items()}
     target = ROOT / "docs/gpu.md"
     target.write_text(fixed_page(target.read_text(), known))

@@ -9,9 +9,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train_grpo
-from common import policy as policy_module
-from common.policy import Policy, token_logps
-from common.turns import Batch, Segment, pack
+from common import policy
+from common.attention import token_logps
+from common.batch import pack
+from common.policy import Policy
 
 
 @pytest.fixture
@@ -117,53 +118,6 @@ def test_gradient_with_checkpointing_is_the_same(made, make_args):
     assert close(gradient(other, batch, args, 150), gradient(policy, batch, args, 150))
 
 
-def test_a_shared_prefix_as_parent_gives_the_same_logps_and_gradient_as_separate_rows(made, make_args):
-    """Two children of one parent against two full rows, in float32."""
-    policy, _ = made
-    rng = random.Random(5)
-    prefix, *children = ([rng.randrange(300) for _ in range(n)] for n in (40, 11, 17))
-
-    def batch(parts, parents):
-        segments, ids, position = [], [], []
-        for part, parent in zip(parts, parents):
-            start = 0 if parent is None else segments[parent].end
-            segments.append(Segment(len(ids), len(ids) + len(part), parent, 0))
-            position += range(start, start + len(part))
-            ids += part
-        n = len(ids)
-        trained = torch.zeros(n, dtype=torch.bool)
-        for segment, child in zip([s for s in segments if s.end - s.start != 40], children):
-            trained[segment.end - len(child) : segment.end] = True
-        zeros = torch.zeros(n)
-        return Batch(
-            segments,
-            [0],
-            torch.tensor(ids),
-            torch.tensor(position),
-            trained,
-            trained,
-            zeros.long(),
-            zeros.long(),
-            zeros.long(),
-            zeros,
-            zeros,
-            zeros,
-        )
-
-    forest = batch([prefix, *children], [None, 0, 0])
-    separate = batch([prefix + child for child in children], [None, None])
-    assert len(forest) == 68 and len(separate) == 108
-    results = []
-    for made_batch in (forest, separate):
-        policy.optimizer.zero_grad()
-        logps = policy.logps(made_batch)
-        signs = torch.linspace(-1, 1, 28)
-        (logps[made_batch.mask] * signs).sum().backward()
-        results.append((logps[made_batch.mask].detach(), policy.gradient()))
-    assert torch.allclose(results[0][0], results[1][0], atol=2e-5)
-    assert close(results[0][1], results[1][1])
-
-
 def test_chunked_head_equals_the_full_matrix_in_value_gradient_and_moments():
     """150 tokens over 2**18 words are three chunks of 64; the reference is the full matrix in float64."""
     torch.manual_seed(0)
@@ -173,7 +127,7 @@ def test_chunked_head_equals_the_full_matrix_in_value_gradient_and_moments():
         log_p = (hidden.double() @ weight.double().T / temperature).log_softmax(-1)
         plain = log_p.gather(-1, ids[:, None])[:, 0]
         (slope,) = torch.autograd.grad((plain * adv).sum(), hidden)
-        values, entropy, squares = token_logps(hidden, weight, ids, temperature, moments=True)
+        values, entropy, squares = token_logps(hidden, weight, ids, temperature, moments=["entropy", "squares"])
         (ours,) = torch.autograd.grad((values * adv).sum(), hidden)
         assert torch.allclose(values.double(), plain, atol=5e-5)
         assert close(ours, slope, 1e-3)  # float32 sums over 2**18 words; autograd's own float32 is no nearer
@@ -187,14 +141,14 @@ def test_every_lora_matrix_learns_and_what_is_outside_the_mask_does_not_count(ma
     gradient(policy, batch, make_args(), 10**6)
     assert all(float(p.grad.abs().max()) > 0 for p in policy.parameters)
     policy.optimizer.zero_grad()
-    context = policy.logps(batch, positions=~batch.mask & (batch.predecessor() >= 0))
+    context = policy.logps(batch, positions=~batch.mask & (batch.position > 0))
     (context * batch.mask).sum().backward()
     assert float(policy.gradient().abs().max()) == 0
 
 
 def test_positions_ask_for_other_tokens(made):
     policy, batch = made
-    wanted = batch.predecessor() >= 0
+    wanted = batch.position > 0
     everything = policy.logps(batch, wanted, grad=False)
     assert torch.allclose(everything[batch.mask], policy.logps(batch, grad=False)[batch.mask], atol=1e-6)
     assert int((everything != 0).sum()) == int(wanted.sum())
@@ -290,7 +244,7 @@ def test_models_our_head_or_attention_would_get_wrong_are_refused(tmp_path):
 
     path = models.random_qwen(tmp_path, use_sliding_window=True, sliding_window=64, max_window_layers=0)
     with pytest.raises(SystemExit, match="sliding-window"):
-        policy_module.refuse_unsupported(AutoModelForCausalLM.from_pretrained(path))
+        policy.refuse_unsupported(AutoModelForCausalLM.from_pretrained(path))
 
 
 def test_a_context_longer_than_the_model_takes_is_refused(make_args):
@@ -311,8 +265,8 @@ def test_a_window_that_a_model_slides_without_layer_types_is_refused():
     )
     base = MistralForCausalLM(MistralConfig(**small, sliding_window=16))
     with pytest.raises(SystemExit, match="sliding-window"):
-        policy_module.refuse_unsupported(base, 64)
-    policy_module.refuse_unsupported(base, 16)
+        policy.refuse_unsupported(base, 64)
+    policy.refuse_unsupported(base, 16)
 
 
 def test_an_adapter_trained_with_dropout_gives_the_same_log_probabilities_twice(made, make_args, tmp_path):

@@ -9,8 +9,12 @@ import templates
 from scripted import play
 
 import train_grpo
-from common import protocol, run
-from common.protocol import Action, Chat, Tags
+from common import ranks, run
+from common.environment import Action
+from tasks import wordings
+from tasks.chat import Chat
+from tasks.tags import Tags
+from tasks.templates import message, render
 
 CODE = "for i in range(3):\n    print(i)"
 
@@ -54,7 +58,7 @@ def test_the_tags_are_those_of_the_tool():
     assert python.parse("<search> x </search>") is None and search.parse("<python> x </python>") is None
     assert python.parse("<answer> 7 </answer>") == Action(None, "7")
     text = python.tokenizer.decode(python.prompt_ids(" What is 3 + 4? "))
-    assert text == protocol.PYTHON_INSTRUCTION + "Question: What is 3 + 4?\n"
+    assert text == wordings.PYTHON_INSTRUCTION + "Question: What is 3 + 4?\n"
     assert {tag for tag in ("python", "output", "answer") if f"<{tag}>" in text} == {"python", "output", "answer"}
     shown, ids = python.observation("7\n", "python")
     assert (shown, python.tokenizer.decode(ids)) == ("7\n", "\n<output> 7\n </output>\n")
@@ -203,8 +207,8 @@ def test_contexts_are_what_the_template_would_write_of_the_whole_conversation(na
     for k, (query, output) in enumerate(found.items()):
         call = [{"type": "function", "function": {"name": "search", "arguments": {"query": query}}}]
         thought = "" if name == "JSON_CALLS" else f"<think>\nso {query}\n</think>\n\n"
-        messages += [protocol.message("assistant", thought, tool_calls=call), protocol.message("tool", output)]
-        whole = protocol.render(tokenizer, messages, True, tools=[made.schema])
+        messages += [message("assistant", thought, tool_calls=call), message("tool", output)]
+        whole = render(tokenizer, messages, True, tools=[made.schema])
         assert tokenizer.decode(engine.seen[k + 1].ids) == whole
         assert engine.seen[k + 1].ids == tokenizer.encode(whole)
 
@@ -216,8 +220,8 @@ def test_an_invalid_action_is_answered_by_a_user_message():
     made = chat()
     messages = made._first("Who leads the firm of Ada Cole?")
     for k in (1, 2):
-        messages += [protocol.message("assistant", "I do not know."), protocol.message("user", made.invalid_message)]
-        assert tokenizer.decode(engine.seen[k].ids) == protocol.render(tokenizer, messages, True, tools=[made.schema])
+        messages += [message("assistant", "I do not know."), message("user", made.invalid_message)]
+        assert tokenizer.decode(engine.seen[k].ids) == render(tokenizer, messages, True, tools=[made.schema])
         assert (t.turns[k - 1].tool_status, t.turns[k - 1].tool_output) == ("invalid", made.invalid_message)
 
 
@@ -277,11 +281,11 @@ def test_worked_examples_are_for_tags():
 )
 def test_a_template_with_other_habits_than_the_context_is_reported_in_a_line(template, context, words, monkeypatch):
     lines = []
-    monkeypatch.setattr(run, "say", lines.append)
+    monkeypatch.setattr(run, "notice", lines.append)
     chat(getattr(templates, template), context=context)
     assert len(lines) == (words is not None) and all("\n" not in line for line in lines)
     assert words is None or re.search(words, lines[0])
-    monkeypatch.setattr(run, "rank", lambda: 1)
+    monkeypatch.setattr(ranks, "rank", lambda: 1)
     chat(getattr(templates, template), context=context)
     assert len(lines) == (words is not None)
 

@@ -10,7 +10,8 @@ import commands
 import pytest
 import test_memory
 
-from common import memory, run
+from common.args import parse_args
+from view import plan
 
 RECIPES = [(name, machine) for name in ("grpo", "tspo", "gtpo", "rtpo") for machine in ("8x80gb", "1x24gb")]
 SOURCE = re.compile(r"^ +(--\S+)(?: (\S+))? +# \[(paper|code|Search-R1|ours)\]", re.MULTILINE)
@@ -40,7 +41,7 @@ def arguments(name, *given):
     command = words(name, *given)
     assert command[0] == "--nproc_per_node" and command[2] == f"train_{name}.py"
     Args = importlib.import_module(f"train_{name}").Args
-    return int(command[1]), run.parse(Args, command[3:])
+    return int(command[1]), parse_args(Args, command[3:])
 
 
 @pytest.mark.parametrize("name, machine", RECIPES)
@@ -92,9 +93,9 @@ def test_the_algorithm_s_own_arguments_are_all_given(name):
 @pytest.mark.parametrize("name, machine", RECIPES)
 def test_the_plan_of_a_recipe_fits_the_card_it_is_named_for(name, machine, tmp_path):
     ranks, args = arguments(name, machine, "--seed", "7")
-    found = memory.sizes(test_memory.empty_model(test_memory.config_only(tmp_path / args.model, args.model)))
-    card = int(memory.CARDS[f"{machine[2:4]} GB"] * 2**30)
-    made = memory.plan(found, args, card, world=ranks)
+    found = plan.sizes(test_memory.empty_model(test_memory.config_only(tmp_path / args.model, args.model)))
+    card = int(plan.CARDS[f"{machine[2:4]} GB"] * 2**30)
+    made = plan.plan(found, args, card, world=ranks)
     assert made.wrong() == []
     assert made.at_once >= 8  # enough to keep the engine busy
     assert args.grad_checkpoint and args.load_4bit == (machine == "1x24gb")

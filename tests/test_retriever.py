@@ -15,7 +15,8 @@ import pytest
 import retriever as server
 from retriever import HANG, Control
 
-from tools import Lost, search
+from common.environment import Lost
+from tools import search
 from tools.search import PROBE, Retriever, Search
 
 DOCUMENTS = [

@@ -11,9 +11,11 @@ import torch
 from scripted import DOCUMENTS, TOKENIZER, Scripted, Tool, play
 
 import train_grpo
-from common import protocol, rollout, run, tasks
-from common.turns import Group, Question, Trajectory, pack
-from tools import Lost
+from common import adapters, ending, loop, run
+from common.batch import pack
+from common.environment import Lost
+from common.turns import Group, Question, Trajectory
+from tasks import search_qa, wordings
 from tools.search import Search
 
 
@@ -109,7 +111,7 @@ def test_a_turn_cut_by_length_is_trained_but_runs_no_tool():
 def test_an_invalid_action_is_answered_and_the_episode_goes_on():
     (t,), _ = play(lambda q, s, k: ["I do not know.", "<answer> Bo Hale </answer>"][k])
     assert (t.stop, t.outcome) == ("answer", 1.0)
-    assert (t.turns[0].tool_status, t.turns[0].tool_output) == ("invalid", protocol.INVALID)
+    assert (t.turns[0].tool_status, t.turns[0].tool_output) == ("invalid", wordings.INVALID)
     assert TOKENIZER.decode(t.turns[0].observation_ids).startswith("\n<information> That was neither")
 
 
@@ -130,7 +132,7 @@ def test_the_last_turn_runs_no_tool():
 
 def test_a_fabricated_observation_ends_the_turn_as_invalid():
     engine = Scripted(two_hops)
-    task = tasks.SearchQA(engine.args, TOKENIZER, Tool(None), [], [])
+    task = search_qa.SearchQA(engine.args, TOKENIZER, Tool(None), [], [])
     assert "<information>" in task.stop
     (t,), _ = play(lambda q, s, k: ["The firm is <information>", "<answer> x </answer>"][k])
     assert t.turns[0].tool_status == "invalid"
@@ -175,7 +177,7 @@ def test_a_tool_that_hangs_is_given_up_and_holds_up_nobody():
 
 def test_a_tool_whose_calls_all_hang_ends_the_run(monkeypatch):
     release = threading.Event()
-    monkeypatch.setattr(rollout, "HANGING", 3)
+    monkeypatch.setattr(loop, "HANGING", 3)
     with pytest.raises(SystemExit, match="calls of the tool hang"):
         play(two_hops, count=20, tool=lambda query: release.wait(30), tool_timeout=0.05, tool_workers=2)
     release.set()
@@ -194,7 +196,7 @@ def test_a_scorer_whose_tool_is_lost_ends_the_run_with_its_own_words(monkeypatch
     def lost(self, trajectory, question):
         raise Lost("python does not start again")
 
-    monkeypatch.setattr(tasks.SearchQA, "finish", lost)
+    monkeypatch.setattr(search_qa.SearchQA, "finish", lost)
     with pytest.raises(SystemExit, match="^python does not start again$"):
         play(two_hops)
 
@@ -246,16 +248,16 @@ def test_published_adapters_of_dead_runs_are_removed_where_memory_is_small(tmp_p
         def save_adapter(self, path):
             path.mkdir()
 
-    monkeypatch.setattr(rollout.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
-    monkeypatch.setattr(run, "at_end", lambda action: None)
+    monkeypatch.setattr(adapters.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    monkeypatch.setattr(ending, "at_end", lambda action: None)
     args = train_grpo.Args(out=str(tmp_path))
     for _ in range(3):
-        store = rollout.AdapterStore(Policy(), args)
+        store = adapters.AdapterStore(Policy(), args)
         for version in (1, 2, 3):
             store.save(Policy(), version)
         assert [p.name for p in tmp_path.iterdir()] == [store.folder.name]
         assert sorted(p.name for p in store.folder.iterdir()) == ["lock", "v2", "v3"]
-        other = rollout.AdapterStore(Policy(), args)  # beside a live one
+        other = adapters.AdapterStore(Policy(), args)  # beside a live one
         assert len(list(tmp_path.iterdir())) == 2
         store.lock.close(), other.lock.close()  # killed
 
@@ -285,7 +287,7 @@ def test_every_request_has_its_own_seed_and_the_schedule_does_not_enter():
     seeds = lambda engine: {tuple(seen.id.split("/")[:3]): seen.seed for seen in engine.seen}  # noqa: E731
     assert seeds(slow) == seeds(fast)
     assert len(set(seeds(slow).values())) == 24
-    episode, found = rollout.Rollout(Question("q", "", []), Trajectory(), 0), []
+    episode, found = loop.Rollout(Question("q", "", []), Trajectory(), 0), []
     for changes, step, phase in (
         (dict(seed=1), 1, 1),
         (dict(seed=2), 1, 1),
@@ -294,9 +296,9 @@ def test_every_request_has_its_own_seed_and_the_schedule_does_not_enter():
     ):
         engine = Scripted(two_hops, **changes)
         engine.step, engine.phase = step, phase
-        found.append(rollout.Loop(engine, SimpleNamespace(), False)._seed(episode, 0))
+        found.append(loop.Loop(engine, SimpleNamespace(), False)._seed(episode, 0))
     episode.question.draw = 1  # the same question drawn once more
-    found.append(rollout.Loop(engine, SimpleNamespace(), False)._seed(episode, 0))
+    found.append(loop.Loop(engine, SimpleNamespace(), False)._seed(episode, 0))
     assert len(set(found)) == 5 and all(0 <= seed < 2**63 for seed in found)
 
 
@@ -309,17 +311,17 @@ def test_a_rollout_can_start_from_earlier_turns():
     (t,), _ = play(two_hops)
     fork = Trajectory(turns=t.turns[:1])
     engine = Scripted(two_hops)
-    task = tasks.SearchQA(engine.args, TOKENIZER, Search(DOCUMENTS, 1), [], [])
-    episode = rollout.Rollout(Question("q", "", ["Bo Hale"]), fork, 0, t.turns[1].context_ids)
-    rollout.Loop(engine, task, False).run([episode], lambda: None)
+    task = search_qa.SearchQA(engine.args, TOKENIZER, Search(DOCUMENTS, 1), [], [])
+    episode = loop.Rollout(Question("q", "", ["Bo Hale"]), fork, 0, t.turns[1].context_ids)
+    loop.Loop(engine, task, False).run([episode], lambda: None)
     assert engine.seen[0].ids == t.turns[1].context_ids
     assert (fork.outcome, len(fork.turns), len(t.turns)) == (1.0, 3, 3)
 
 
 def test_a_silent_wait_is_reported(monkeypatch):
     lines = []
-    monkeypatch.setattr(run, "say", lines.append)
-    monkeypatch.setattr(rollout, "WATCHDOG", 0.1)
+    monkeypatch.setattr(run, "notice", lines.append)
+    monkeypatch.setattr(loop, "WATCHDOG", 0.1)
     play(two_hops, tool=lambda q: time.sleep(0.4) or "found")
     assert any("nothing has finished" in line and "search('Ada Cole')" in line for line in lines)
 
@@ -328,7 +330,7 @@ def test_adapter_folders_of_dead_runs_are_removed_and_of_live_ones_kept(tmp_path
     import fcntl
     import os
 
-    store = object.__new__(rollout.AdapterStore)
+    store = object.__new__(adapters.AdapterStore)
     dead, live = (tmp_path / f"turnwise-{os.getuid()}-{n}" for n in (1, 2))
     for folder in (dead, live):
         folder.mkdir()

@@ -9,7 +9,9 @@ import torch
 from groups import answer, group, same, turn
 
 import train_rtpo
-from common.turns import Group, Question, Trajectory, Turn, pack
+from common.batch import pack
+from common.environment import Action, Environment, Limits
+from common.turns import Group, Question, Trajectory, Turn
 
 
 def siblings(outcomes, k=1, turns=3, taken=range(99)):
@@ -241,7 +243,8 @@ def test_a_budget_that_cannot_work_is_refused_at_start_up(flags, words):
 
 def test_no_two_siblings_are_drawn_with_the_same_seeds():
     """Not those of two trunks at one boundary, whose contexts are equal at the first turn, nor those of two phases, nor a trunk."""
-    from common.rollout import Engine, Loop, Rollout
+    from common.loop import Loop, Rollout
+    from common.rollout import Engine
 
     class Counting:
         fork = Engine.fork
@@ -265,14 +268,12 @@ def test_no_two_siblings_are_drawn_with_the_same_seeds():
 # ---- with the real engine
 
 
-class Game:
+class Game(Environment):
     """Every generation but every third calls a tool; the outcome is drawn from what was said."""
 
-    stop, max_turns, max_turn_tokens, invalid_message = ["e"], 4, 12, "again"
-
     def __init__(self, tokenizer, strip):
-        self.tokenizer, self.strip = tokenizer, strip
-        self.stop_ids = [tokenizer.eos_token_id]
+        super().__init__(tokenizer, Limits(turns=4, turn_tokens=12, stop=["e"], stop_ids=[tokenizer.eos_token_id]))
+        self.strip = strip
 
     def take(self, n):
         return [Question(f"question {i}", "?", [], draw=i) for i in range(n)]
@@ -280,18 +281,13 @@ class Game:
     def prompt_ids(self, question):
         return self.tokenizer.encode(f"{question.id}: where is the town?")
 
-    def decode(self, ids):
-        return self.tokenizer.decode(ids)
+    def read(self, turn):
+        return Action(None if len(turn.text) % 3 == 0 else "echo", turn.text)
 
-    def parse(self, text):
-        from common.protocol import Action
+    def call(self, turn, question, earlier):
+        return f"heard {turn.text[:5]!r} after {len(earlier)}"
 
-        return Action(None if len(text) % 3 == 0 else "echo", text)
-
-    def run_tool(self, tool, text, earlier):
-        return f"heard {text[:5]!r} after {len(earlier)}"
-
-    def observation(self, output, turn):
+    def observe(self, turn, output):
         return output, self.tokenizer.encode(f"\n<information> {output} </information>\n")
 
     def next_context(self, turns):
@@ -305,7 +301,7 @@ class Game:
 @pytest.mark.parametrize("strip", [0, 2])
 def test_siblings_continue_the_very_trunk_with_the_newest_policy(make_args, tmp_path, strip):
     """strip: how many ids of each earlier turn the model does not see again."""
-    from common import run
+    from common import ranks, run
     from common.policy import Policy
     from common.rollout import Engine
 
@@ -335,7 +331,7 @@ def test_siblings_continue_the_very_trunk_with_the_newest_policy(make_args, tmp_
         assert len(batch.segments) == sum(len(g.trajectories) for g in groups if "turn" in g.info)
         gap = (policy.logps(batch, grad=False) - batch.sampler)[batch.mask]
         assert float(gap.abs().max()) < 1e-4  # the newest policy said every trained token, in this very context
-        batch.weight = train_rtpo.token_weights(batch, run.total, args)
+        batch.weight = train_rtpo.token_weights(batch, ranks.total, args)
         loss, _ = train_rtpo.policy_loss(policy.logps(batch), batch, args)
         loss.backward()
         before = policy.adapter_state()

@@ -16,9 +16,10 @@ import pytest
 import samples
 
 import train_grpo
-from common import run, show
+from common import ending, run
 from common.log import METRICS, Log, sample
 from common.turns import Turn
+from view import metrics, show
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -114,7 +115,7 @@ def test_a_message_after_an_invalid_turn_is_no_tool_output(log):
 def test_minibatches_without_samples_do_not_thin_the_numbers_of_the_others(log):
     import torch
 
-    from common.turns import pack
+    from common.batch import pack
 
     batch = pack(*samples.groups())
     batch.weight = batch.mask / batch.mask.sum()
@@ -147,7 +148,7 @@ def test_what_was_not_measured_in_a_step_keeps_its_key(log):
 def test_loss_metrics_are_averaged_over_tokens_and_not_over_micro_batches(log):
     import torch
 
-    from common.turns import pack
+    from common.batch import pack
 
     made, advantages = samples.groups()
     batch = pack(made, advantages)
@@ -174,7 +175,7 @@ def test_loss_metrics_are_averaged_over_tokens_and_not_over_micro_batches(log):
 @pytest.mark.parametrize("status, words", [(None, "no tool has been called"), ("error", "more than 20 %")])
 def test_three_steps_without_a_working_tool_are_warned_of(log, monkeypatch, status, words):
     said = []
-    monkeypatch.setattr(run, "say", said.append)
+    monkeypatch.setattr(run, "notice", said.append)
     made, advantages = samples.groups(count=1)
     for turn in (t for trajectory in made[0].trajectories for t in trajectory.turns):
         called(turn, status)
@@ -187,7 +188,7 @@ def test_three_steps_without_a_working_tool_are_warned_of(log, monkeypatch, stat
 
 def test_a_run_without_a_tool_is_not_warned_of(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr(run, "say", said.append)
+    monkeypatch.setattr(run, "notice", said.append)
     log = Log(train_grpo.Args(out=str(tmp_path), tools="off"))
     for step in (1, 2, 3, 4):
         log.rollouts(*samples.groups(count=1))
@@ -227,10 +228,11 @@ def test_samples_hold_each_turn_s_text_tool_call_output_advantage_and_the_outcom
     assert "Zürich" in show.describe(first)
 
 
-def test_every_metric_has_its_row_in_the_docs():
+def test_every_metric_has_a_meaning_and_its_row_in_the_docs():
     text = (ROOT / "docs" / "metrics.md").read_text()
-    listed = re.findall(r"^\| `([a-z_/0-9]+)` \|", text, re.MULTILINE)
-    assert sorted(listed) == sorted(METRICS)
+    assert sorted(metrics.MEANINGS) == sorted(METRICS)
+    rows = [line for line in text.splitlines() if re.match(r"\| `[a-z_/0-9]+` \|", line)]
+    assert rows == [metrics.row(key) for key in metrics.MEANINGS]
 
 
 def test_the_run_directory_is_named_after_script_model_task_and_seed(monkeypatch):
@@ -285,8 +287,8 @@ def test_lines_are_appended_whole_or_not_at_all(tmp_path, monkeypatch):
     path, said = tmp_path / "samples.jsonl", []
     run.append(path, ["one"])
     path.write_text(path.read_text())
-    monkeypatch.setattr(run, "say", said.append)
-    monkeypatch.setattr(run, "STOPPING", SimpleNamespace(wait=lambda seconds: False, is_set=lambda: False))
+    monkeypatch.setattr(run, "notice", said.append)
+    monkeypatch.setattr(ending, "STOPPING", SimpleNamespace(wait=lambda seconds: False, is_set=lambda: False))
     written, real = [], open
 
     class Full:
@@ -373,14 +375,15 @@ ENDING = """
 import sys, threading, time
 from pathlib import Path
 from types import SimpleNamespace
-from common import run
+from common import ending, run
+from view import show
 
 folder = Path({folder!r})
 def save():
     (folder / "saved").write_text("step 3")
     {more}
     return "Go on with: --resume"
-run.at_end(save)
+ending.at_end(save)
 def main(args):
     (folder / "up").write_text("")
     {body}

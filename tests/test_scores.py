@@ -2,7 +2,7 @@
 
 import pytest
 
-from common import scores
+from tasks import scores
 
 SAME = [  # answer, golds of which it is one in normal form
     ("the Beatles", ["Beatles"]),

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import samples
 
-from common import report, run, show
 from common.log import METRICS, sample
 from common.turns import Question, Trajectory, Turn
+from view import __main__, report, show
 
 ROOT = Path(__file__).resolve().parent.parent
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -43,13 +43,13 @@ def folder(tmp_path):
 
 
 def printed(capsys, *words):
-    run.look(["show", *map(str, words)])
+    __main__.look(["show", *map(str, words)])
     return capsys.readouterr().out
 
 
 def refused(*words):
     with pytest.raises(SystemExit) as stopped:
-        run.look([*map(str, words)])
+        __main__.look([*map(str, words)])
     assert "\n" not in str(stopped.value)
     return str(stopped.value)
 
@@ -185,7 +185,7 @@ def test_a_bad_line_before_the_end_is_left_out_and_said(folder, capsys):
     at = folder([line(1)])
     with open(at / "samples.jsonl", "a") as file:
         file.write('{"step": 2, "ki\n' + json.dumps(line(3)) + "\n")
-    run.look(["show", str(at)])
+    __main__.look(["show", str(at)])
     out, err = capsys.readouterr()
     assert "step 3" in out and "line 2: not JSON" in err
 
@@ -205,7 +205,7 @@ def test_looking_at_a_run_needs_neither_torch_nor_vllm(folder):
     at = folder([line()], [dict.fromkeys(METRICS) | {"step": 0}])
     code = (
         "import sys; from common import run; "
-        f"run.look(['show', {str(at)!r}, '--worst']); run.look(['report', {str(at)!r}]); "
+        f"run.look(['show', {str(at)!r}, '--worst']); __main__.look(['report', {str(at)!r}]); "
         "assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
@@ -244,7 +244,7 @@ def test_every_metric_that_was_measured_is_a_curve_without_its_nulls(folder):
         ("credit", [("credit/mine", [[0, 0.0], [1, 1.0], [2, 2.0]])]),
     ]
     assert data["table"] == [["exact match", 0.5, 0.5, 0]]
-    assert "SQuAD" in data["curves"][0][1][0]["meaning"]  # out of docs/metrics.md
+    assert "SQuAD" in data["curves"][0][1][0]["meaning"]  # of view/metrics.py
 
 
 def test_long_curves_are_thinned_by_means():

@@ -1,13 +1,20 @@
 """Tasks: data, prompts, parsing and scores."""
 
 import json
+import math
 
 import models
 import pytest
 
+import tasks
 import train_grpo
-from common import protocol, run, scores, tasks, tiny
+from common import environment, ranks
 from common.turns import Question, Trajectory, Turn
+from tasks import loading, scores, search_qa, wordings
+from tasks.files import read_questions, split
+from tasks.task import Task
+from tasks.tiny import tiny_search
+from tools import Tool
 from tools.search import Search, read_corpus
 
 DOCUMENTS = [
@@ -20,7 +27,7 @@ DOCUMENTS = [
 def task():
     args = train_grpo.Args(max_observation_tokens=60)
     questions = [Question(str(i), f"Who leads firm {i}?", ["Bo Hale"]) for i in range(10)]
-    return tasks.SearchQA(args, models.tokenizer(), Search(DOCUMENTS, 2), questions[:7], questions[7:])
+    return search_qa.SearchQA(args, models.tokenizer(), Search(DOCUMENTS, 2), questions[:7], questions[7:])
 
 
 @pytest.mark.parametrize(
@@ -34,14 +41,14 @@ def task():
     ],
 )
 def test_the_first_complete_action_counts(task, text, tool, inner):
-    assert task.parse(text) == protocol.Action(tool, inner)
+    assert read(task, text) == environment.Action(tool, inner)
 
 
 @pytest.mark.parametrize(
     "text", ["", "Bo Hale", "<search> Ada", "<search> a </answer>", "<information> x </information>"]
 )
 def test_what_is_no_action_is_invalid(task, text):
-    assert task.parse(text) is None
+    assert read(task, text) is None
 
 
 @pytest.mark.parametrize(
@@ -62,30 +69,39 @@ def test_scores_after_normalisation(answer, golds, em, f1):
     assert scores.f1(answer, golds) == pytest.approx(f1)
 
 
-class Sums(tasks.Task):
+def turn(tool, tool_input=""):
+    return Turn([1], [2], [0.0], tool=tool, tool_input=tool_input)
+
+
+def read(task, text):
+    """The action in a generation of that text."""
+    return task.read(Turn([1], [2], [0.0], text=text))
+
+
+class Sums(Task):
     """A family that computes."""
 
     def score(self, answer, question):
         return float(answer in question.golds), {"letters": len(answer or "")}
 
 
-class Noting:
+class Noting(Tool):
     """A Python that runs nothing and notes what it is given."""
 
     name, fingerprint = "python", "noting"
 
-    def __call__(self, text, earlier=()):
+    def __call__(self, text, earlier=(), question=None):
         return f"{text} after {list(earlier)}"
 
 
 def test_a_family_says_what_counts_and_its_tool_what_is_described(task):
     made = Sums(train_grpo.Args(), task.tokenizer, Noting(), task.train, task.held_out)
-    assert made.decode(made.prompt_ids(task.train[0])) == protocol.PYTHON_INSTRUCTION + "Question: Who leads firm 0?\n"
-    assert made.run_tool("python", "x", ["x = 1"]) == "x after ['x = 1']"
+    assert made.decode(made.prompt_ids(task.train[0])) == wordings.PYTHON_INSTRUCTION + "Question: Who leads firm 0?\n"
+    assert made.call(turn("python", "x"), None, ["x = 1"]) == "x after ['x = 1']"
     ended = Trajectory(answer="Bo Hale", info={"own": 1.0})
     made.finish(ended, task.train[0])
-    assert (ended.outcome, ended.info) == (1.0, {"own": 1.0, "letters": 7}) and "</python>" in made.stop
-    assert made.fingerprint != task.fingerprint and not made.keeps_time
+    assert (ended.outcome, ended.info) == (1.0, {"own": 1.0, "letters": 7}) and "</python>" in made.limits.stop
+    assert made.fingerprint != task.fingerprint and made.limits.tool_seconds == 30
     with pytest.raises(SystemExit, match="--shots 1: this task has 0 worked examples"):
         Sums(train_grpo.Args(shots=1), task.tokenizer, Noting(), [], [])
 
@@ -98,8 +114,8 @@ def test_finish_scores_the_model_s_answer_only(task):
 
 
 def test_an_observation_is_cut_to_its_limit_and_keeps_the_closing_tag(task):
-    whole = task.run_tool("search", "Ada Cole", [])
-    shown, ids = task.observation(whole, Turn([1], [2], [0.0], tool="search"))
+    whole = task.call(turn("search", "Ada Cole"), None, [])
+    shown, ids = task.observe(turn("search"), whole)
     assert len(ids) == 60
     text = task.decode(ids)
     assert text.startswith("\n<information> Doc 1 (Title: Ada Cole) Ada Cole works") and text.endswith(
@@ -107,18 +123,18 @@ def test_an_observation_is_cut_to_its_limit_and_keeps_the_closing_tag(task):
     )
     assert whole.startswith(shown) and len(shown) < len(whole)  # what the model never saw must not count as found
     assert text == f"\n<information> {shown} </information>\n"
-    shown, ids = task.observation("Nothing found.", Turn([1], [2], [0.0]))
+    shown, ids = task.observe(turn(None), "Nothing found.")
     assert (shown, task.decode(ids)) == ("Nothing found.", "\n<information> Nothing found. </information>\n")
 
 
 def test_prompt_is_plain_text_without_a_template_and_templated_with_one(task):
     plain = task.decode(task.prompt_ids(task.train[0]))
-    assert plain == protocol.INSTRUCTION + "Question: Who leads firm 0?\n"
+    assert plain == wordings.INSTRUCTION + "Question: Who leads firm 0?\n"
     tokenizer = models.tokenizer()
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
     for template, templated in (("auto", True), ("on", True), ("off", False)):
         args = train_grpo.Args(template=template)
-        made = tasks.SearchQA(args, tokenizer, task.tool, task.train, task.held_out)
+        made = search_qa.SearchQA(args, tokenizer, task.tool, task.train, task.held_out)
         ids = made.prompt_ids(task.train[0])
         assert isinstance(ids, list) and isinstance(ids[0], int)
         assert made.decode(ids).startswith("[system] ") == templated
@@ -127,7 +143,7 @@ def test_prompt_is_plain_text_without_a_template_and_templated_with_one(task):
 
 def test_shots_stand_before_the_question_in_the_same_form_as_a_rollout(task):
     args = train_grpo.Args(shots=2)
-    made = tasks.SearchQA(args, models.tokenizer(), task.tool, task.train, task.held_out)
+    made = search_qa.SearchQA(args, models.tokenizer(), task.tool, task.train, task.held_out)
     text = made.decode(made.prompt_ids(task.train[0]))
     assert text.count("<search>") == 1 + 4 and text.count("<answer>") == 1 + 2
     assert "\n<information> Doc 1 (Title: Rosa Pike) Rosa Pike is a painter." in text
@@ -142,10 +158,10 @@ def test_take_shuffles_each_pass_and_shares_questions_out_over_ranks(task, monke
     task.position = 3
     assert [q.draw for q in task.take(6)] == list(range(3, 9))  # a question drawn twice is told apart by its draw
     task.position = 0
-    monkeypatch.setattr(run, "world_size", lambda: 2)
+    monkeypatch.setattr(ranks, "world_size", lambda: 2)
     shares = []
     for rank in (0, 1):
-        monkeypatch.setattr(run, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
         task.position = 0
         shares.append([[q.id for q in task.take(n)] for n in (3, 1, 3)])
     mixed = [id for step in zip(*shares) for id in sorted(step[0] + step[1], key=first.index)]
@@ -175,27 +191,27 @@ def disjoint(*parts):
 )
 def test_a_file_is_split_into_three_parts_without_a_common_text(count, texts, asked, held_out, kept):
     made = questions(count, texts)
-    train, development, test = tasks.split(made, asked)
+    train, development, test = split(made, asked)
     assert (len(development), len(test)) == (held_out, kept) and train and disjoint(train, development, test)
     if texts == count:
         assert len(train) == count - held_out - kept
-        assert tasks.split(made[::-1], asked)[1:] == (development, test)  # by the texts, not by their places
+        assert split(made[::-1], asked)[1:] == (development, test)  # by the texts, not by their places
 
 
 def test_more_held_out_questions_contain_the_fewer_and_leave_the_test_as_it_is():
-    few, many = (tasks.split(questions(100), n) for n in (5, 20))
+    few, many = (split(questions(100), n) for n in (5, 20))
     assert many[1][:5] == few[1] and many[2] == few[2] and len(few[2]) == 25
 
 
 def test_texts_that_differ_by_case_and_punctuation_are_the_same_question():
     made = questions(40) + [Question(f"again{i}", f"who is {i}", ["x"]) for i in range(40)]
-    assert disjoint(*tasks.split(made, 10))
+    assert disjoint(*split(made, 10))
 
 
 @pytest.mark.parametrize("made", [questions(2), questions(9, 2)])
 def test_too_few_questions_to_split_are_refused(made):
     with pytest.raises(SystemExit, match="at least 3 of different text"):
-        tasks.split(made, 1)
+        split(made, 1)
 
 
 GOOD = {"question": "Who?", "answers": ["Bo"]}
@@ -228,17 +244,17 @@ GOOD = {"question": "Who?", "answers": ["Bo"]}
 def test_a_bad_question_file_is_named_with_its_line(tmp_path, lines, words):
     path = write(tmp_path / "q.jsonl", *lines)
     with pytest.raises(SystemExit, match=words) as stopped:
-        tasks.read_questions(path)
+        read_questions(path)
     assert path in str(stopped.value) and "\n" not in str(stopped.value)
 
 
 def test_questions_keep_their_line_and_an_id_of_their_own(tmp_path):
     path = write(tmp_path / "q.jsonl", "\ufeff", GOOD, "\n", GOOD | {"id": "b7"}, GOOD | {"id": None})
-    assert [(q.id, q.info["line"]) for q in tasks.read_questions(path)] == [("line-1", 1), ("b7", 3), ("line-4", 4)]
+    assert [(q.id, q.info["line"]) for q in read_questions(path)] == [("line-1", 1), ("b7", 3), ("line-4", 4)]
 
 
 def test_an_alias_that_is_empty_after_normalisation_does_no_harm(tmp_path):
-    (question,) = tasks.read_questions(write(tmp_path / "q.jsonl", GOOD | {"answers": ["The Who", "the"]}))
+    (question,) = read_questions(write(tmp_path / "q.jsonl", GOOD | {"answers": ["The Who", "the"]}))
     assert scores.exact_match("the who", question.golds) == 1 and scores.exact_match("the", question.golds) == 0
 
 
@@ -257,7 +273,7 @@ def files(tmp_path):
 
 
 def test_the_embedded_task_has_three_parts(make_args):
-    documents, train, held_out = tiny.search_world()
+    documents, train, held_out = tiny_search.search_world()
     task = tasks.load(make_args(task="tiny_search", eval_questions=200, limit=50))
     assert [q.id for q in task.held_out] == [q["id"] for q in held_out[:200]]
     assert [q.id for q in task.test] == [q["id"] for q in held_out[200:]]
@@ -293,21 +309,21 @@ def test_a_task_without_its_files_is_refused_with_a_way_out(files, tmp_path, mak
 
 
 def test_a_retriever_is_searched_in_place_of_a_corpus(files, make_args, monkeypatch):
-    class Server:
+    class Server(Tool):
         name, keeps_time = "search", True
 
         def __init__(self, address, topk, timeout):
             self.given = address, topk, timeout
 
-        def __call__(self, query, earlier):
+        def __call__(self, query, earlier=(), question=None):
             return f"found {query}"
 
-    monkeypatch.setattr(tasks, "Retriever", Server)
+    monkeypatch.setattr(loading, "Retriever", Server)
     for name in (files[0], "tiny_search"):
         task = tasks.load(make_args(task=name, retriever="http://127.0.0.1:1/retrieve", topk=4, tool_timeout=5.0))
         assert task.tool.given == ("http://127.0.0.1:1/retrieve", 4, 5.0)
-        assert task.run_tool("search", "Bo", []) == "found Bo" and task.keeps_time
-    assert not tasks.load(make_args(task=files[0], corpus=files[1])).keeps_time
+        assert task.call(turn("search", "Bo"), None, []) == "found Bo" and task.limits.tool_seconds == math.inf
+    assert not tasks.load(make_args(task=files[0], corpus=files[1])).limits.tool_seconds == math.inf
 
 
 def test_a_question_that_cannot_be_answered_within_a_turn_is_refused(tmp_path, files, make_args):

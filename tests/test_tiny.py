@@ -2,24 +2,26 @@
 
 import pytest
 
-from common import models, protocol, tiny
+from common import models
+from tasks import tags, wordings
+from tasks.tiny import tiny_search
 from tools.search import Search
 
 
 @pytest.fixture(scope="module")
 def world():
-    return tiny.search_world()
+    return tiny_search.search_world()
 
 
 def test_the_world_is_the_same_at_every_call(world):
-    assert tiny.search_world() == world
+    assert tiny_search.search_world() == world
 
 
 def test_held_out_questions_and_entities_are_disjoint_from_training_ones(world):
     documents, train, held_out = world
     assert len(train) >= 2000 and len(held_out) >= 300
     assert not {q["question"] for q in train} & {q["question"] for q in held_out}
-    names = tiny._names()
+    names = tiny_search._names()
     groups = [{name for kind in group.values() for name in kind} for group in names.values()]
     assert not groups[0] & groups[1] and not groups[0] & groups[2] and not groups[1] & groups[2]
     for group, questions in (("train", train), ("held_out", held_out)):
@@ -71,16 +73,18 @@ def test_a_name_is_read_and_written_as_the_same_tokens(world, tokenizer):
         for text in (f"<search> {document['title']} </search>", f"<answer> {document['title']} </answer>"):
             assert tokenizer.encode(text)[1:-1][: len(name)] == name
         found = f"Doc 1 (Title: {document['title']}) {document['text']}"
-        _, observation = protocol.cut_observation(tokenizer, found, 96, protocol.INFORMATION)
+        _, observation = tags.cut_observation(tokenizer, found, 96, wordings.INFORMATION)
         assert any(observation[i : i + len(name)] == name for i in range(len(observation)))
         assert len(observation) < 96  # nothing of a passage is cut
 
 
 def test_the_tokenizer_loads_as_it_was_made_and_round_trips(world, tokenizer):
-    made = tiny._tokenizer()
+    made = tiny_search._tokenizer()
     documents, _, held_out = world
-    for text in [d["text"] for d in documents] + [protocol.INSTRUCTION + q["question"] for q in held_out]:
+    for text in [d["text"] for d in documents] + [wordings.INSTRUCTION + q["question"] for q in held_out]:
         ids = tokenizer.encode(text)
         assert ids == made.encode(text) and tokenizer.decode(ids) == text
-    assert [tokenizer.convert_ids_to_tokens(tokenizer.encode(tag)) for tag in tiny.TAGS] == [[tag] for tag in tiny.TAGS]
+    assert [tokenizer.convert_ids_to_tokens(tokenizer.encode(tag)) for tag in tiny_search.TAGS] == [
+        [tag] for tag in tiny_search.TAGS
+    ]
     assert len(tokenizer) == len(made) and tokenizer.chat_template is None

@@ -5,7 +5,8 @@ import random
 import pytest
 import samples
 
-from common.turns import Batch, Group, Question, Segment, Trajectory, Turn, pack
+from common.batch import Segment, pack
+from common.turns import Group, Question, Trajectory, Turn
 
 EOS = PAD = 0
 
@@ -30,8 +31,7 @@ def test_golden_mask_table_of_two_turns():
     assert batch.position.tolist() == list(range(9))
     assert batch.adv.tolist() == [0, 0, 0.5, 0.5, 0.5, 0, 0, -2, -2]
     assert batch.sampler.tolist() == pytest.approx([0, 0, -0.1, -0.2, -0.3, 0, 0, -0.4, -0.5])
-    assert batch.predecessor().tolist() == [-1, 0, 1, 2, 3, 4, 5, 6, 7]
-    assert batch.segments == [Segment(0, 9, None, 0)]
+    assert batch.segments == [Segment(0, 9, 0)]
 
 
 def test_an_advantage_of_none_is_context_and_ends_the_row_after_the_last_trained_token():
@@ -125,32 +125,6 @@ def test_means_go_by_turn_and_trajectory_ids_and_never_by_row():
     assert by_turn[batch.mask].tolist() == pytest.approx([5, 5, 5, 2, 2] * 2)
     assert batch.trained_in("turn")[batch.mask].tolist() == [3, 3, 3, 2, 2] * 2
     assert by_turn[~batch.mask].abs().sum() == 0
-
-
-def test_a_segment_with_a_parent_continues_from_it_in_any_selection():
-    import torch
-
-    empty = torch.zeros(7)
-    segments = [Segment(0, 3, None, 0), Segment(3, 5, 0, 0), Segment(5, 7, 0, 0)]
-    batch = Batch(
-        segments=segments,
-        draws=[0],
-        ids=torch.arange(7),
-        position=torch.tensor([0, 1, 2, 3, 4, 3, 4]),
-        mask=empty.bool(),
-        action=empty.bool(),
-        turn=empty.long(),
-        trajectory=empty.long(),
-        group=empty.long(),
-        adv=empty,
-        weight=empty,
-        sampler=empty,
-    )
-    assert batch.predecessor().tolist() == [-1, 0, 1, 2, 3, 2, 5]
-    part = batch.select([0, 2])
-    assert part.ids.tolist() == [0, 1, 2, 5, 6]
-    assert part.predecessor().tolist() == [-1, 0, 1, 2, 3]
-    assert [len(m) for m in batch.micro(1)] == [7]
 
 
 def test_random_trajectories_train_exactly_the_sampled_ids():

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import commands
 import pytest
 
-from common import verify
+from tasks import equality
 
 NUMBERS = [  # answer, gold, whether it is right
     ("7", "7", True),
@@ -245,66 +245,66 @@ JUNK = [
     [*NUMBERS, *PERCENT, *UNITS, *DRESSED, *IN_DOLLARS, *FORMULAS, *PRODUCTS, *AS_PYTHON_PRINTS, *SIDES],
 )
 def test_answers_are_compared_by_value(answer, gold, right):
-    assert verify.equal(answer, [gold]) is right
+    assert equality.equal(answer, [gold]) is right
 
 
 @pytest.mark.parametrize("answer, gold, right", NUMBERS + PERCENT)
 def test_equality_goes_both_ways(answer, gold, right):
-    assert verify.equal(gold, [answer]) is right
+    assert equality.equal(gold, [answer]) is right
 
 
 @pytest.mark.parametrize("answer", JUNK)
 def test_junk_is_wrong_and_raises_nothing(answer):
-    assert verify.equal(answer, ["1", "x^2"]) is False
+    assert equality.equal(answer, ["1", "x^2"]) is False
 
 
 def test_one_of_several_golds_is_enough():
-    assert verify.equal("0.5", ["3", "x", "1/2"]) and not verify.equal("0.5", ["3", "x"])
-    assert not verify.equal("1", [])
+    assert equality.equal("0.5", ["3", "x", "1/2"]) and not equality.equal("0.5", ["3", "x"])
+    assert not equality.equal("1", [])
 
 
 def test_a_number_needs_no_worker(monkeypatch):
-    monkeypatch.setattr(verify.WORKER, "ask", None)  # it would raise
-    assert verify.equal("1,000", ["10^3", "1e3"]) and not verify.equal("0.333", ["1/3"])
-    assert verify.equal("x+1", ["x+1"])
+    monkeypatch.setattr(equality.WORKER, "ask", None)  # it would raise
+    assert equality.equal("1,000", ["10^3", "1e3"]) and not equality.equal("0.333", ["1/3"])
+    assert equality.equal("x+1", ["x+1"])
 
 
 @pytest.mark.parametrize("tower", ["10^{10^{10}}", "9^{9^{9}}", "2**3**4", "10^(10^10)", "10**(10**10)", "x^{2}^{3}"])
 def test_a_tower_of_powers_never_gets_to_the_worker(monkeypatch, tower):
-    monkeypatch.setattr(verify.WORKER, "ask", None)  # it would raise
-    assert not verify.equal(tower, ["\\sqrt{3}"]) and not verify.equal("\\sqrt{3}", [tower])
+    monkeypatch.setattr(equality.WORKER, "ask", None)  # it would raise
+    assert not equality.equal(tower, ["\\sqrt{3}"]) and not equality.equal("\\sqrt{3}", [tower])
 
 
 def test_a_comparison_without_an_end_is_killed_and_the_next_one_works(monkeypatch):
-    assert verify.equal("\\sqrt{9}", ["3"])
-    first = verify.WORKER.process.pid
-    monkeypatch.setattr(verify, "SECONDS", 1.0)
+    assert equality.equal("\\sqrt{9}", ["3"])
+    first = equality.WORKER.process.pid
+    monkeypatch.setattr(equality, "SECONDS", 1.0)
     started = time.monotonic()
-    assert not verify.equal("999999999!", ["3"])
+    assert not equality.equal("999999999!", ["3"])
     assert time.monotonic() - started < 3
     with pytest.raises(ProcessLookupError):
         os.kill(first, 0)
     monkeypatch.undo()
-    assert verify.equal("\\sqrt{9}", ["3"]) and verify.WORKER.process.pid != first
+    assert equality.equal("\\sqrt{9}", ["3"]) and equality.WORKER.process.pid != first
 
 
 def test_a_worker_that_has_died_is_replaced():
-    assert verify.equal("\\sqrt{9}", ["3"])
-    os.kill(verify.WORKER.process.pid, signal.SIGKILL)
-    verify.WORKER.process.wait()
-    assert verify.equal("\\sqrt{9}", ["3"])
+    assert equality.equal("\\sqrt{9}", ["3"])
+    os.kill(equality.WORKER.process.pid, signal.SIGKILL)
+    equality.WORKER.process.wait()
+    assert equality.equal("\\sqrt{9}", ["3"])
 
 
 def test_without_a_worker_answers_that_are_no_numbers_are_wrong(monkeypatch):
-    monkeypatch.setattr(verify, "WORKER", verify.Worker())
-    monkeypatch.setattr(verify.sys, "executable", "/bin/false")
-    assert not verify.equal("\\sqrt{9}", ["3"]) and verify.equal("3.0", ["3"])
+    monkeypatch.setattr(equality, "WORKER", equality.Worker())
+    monkeypatch.setattr(equality.sys, "executable", "/bin/false")
+    assert not equality.equal("\\sqrt{9}", ["3"]) and equality.equal("3.0", ["3"])
 
 
 def test_threads_get_the_answers_to_their_own_questions():
     before = threading.active_count()
     with ThreadPoolExecutor(8) as pool:
-        said = list(pool.map(lambda i: verify.equal(f"\\sqrt{{{i * i}}}", [str(i % 5)]), range(1, 41)))
+        said = list(pool.map(lambda i: equality.equal(f"\\sqrt{{{i * i}}}", [str(i % 5)]), range(1, 41)))
     assert said == [i < 5 for i in range(1, 41)]
     assert threading.active_count() <= before
 
@@ -312,16 +312,16 @@ def test_threads_get_the_answers_to_their_own_questions():
 def test_the_worker_dies_with_the_process_that_asked_it():
     """Even in the middle of a comparison, by its own clock at the latest."""
     code = (
-        "import threading, time; from common import verify; verify.SECONDS = 60; verify.equal('\\\\sqrt{9}', ['3']);"
-        "threading.Thread(target=verify.equal, args=('10^{10^{10}}', ['3']), daemon=True).start();"
-        "time.sleep(0.5); print(verify.WORKER.process.pid, flush=True); time.sleep(60)"
+        "import threading, time; from common import verify; equality.SECONDS = 60; equality.equal('\\\\sqrt{9}', ['3']);"
+        "threading.Thread(target=equality.equal, args=('10^{10^{10}}', ['3']), daemon=True).start();"
+        "time.sleep(0.5); print(equality.WORKER.process.pid, flush=True); time.sleep(60)"
     )
     trainer = subprocess.Popen([sys.executable, "-c", code], cwd=commands.ROOT, stdout=subprocess.PIPE, text=True)
     worker = int(trainer.stdout.readline())
     trainer.kill()
     trainer.wait()
     trainer.stdout.close()
-    until = time.monotonic() + 2 * verify.SECONDS + 5
+    until = time.monotonic() + 2 * equality.SECONDS + 5
     while os.path.exists(f"/proc/{worker}") and open(f"/proc/{worker}/stat").read().split()[2] != "Z":
         assert time.monotonic() < until
         time.sleep(0.2)
@@ -354,7 +354,7 @@ def test_the_worker_dies_with_the_process_that_asked_it():
     ],
 )
 def test_what_only_looks_like_the_gold_is_wrong(answer, gold):
-    assert not verify.equal(answer, [gold])
+    assert not equality.equal(answer, [gold])
 
 
 @pytest.mark.parametrize(
@@ -365,7 +365,7 @@ def test_what_only_looks_like_the_gold_is_wrong(answer, gold):
     ],
 )
 def test_what_only_looks_otherwise_is_right(answer, gold):
-    assert verify.equal(answer, [gold])
+    assert equality.equal(answer, [gold])
 
 
 AS_DATA_SETS_HAVE_IT = [  # golds in the forms of GSM8K, MATH, AIME, AMC, SVAMP and OlympiadBench
@@ -423,12 +423,12 @@ AS_DATA_SETS_HAVE_IT = [  # golds in the forms of GSM8K, MATH, AIME, AMC, SVAMP 
 
 @pytest.mark.parametrize("answer, gold, right", AS_DATA_SETS_HAVE_IT)
 def test_golds_as_the_data_sets_write_them(answer, gold, right):
-    assert verify.equal(answer, [gold]) is right
+    assert equality.equal(answer, [gold]) is right
 
 
 @pytest.mark.parametrize("answer", ["", " ", "\\boxed{}", "\\boxed{ }", "\\text{}", "."])
 def test_an_answer_that_holds_nothing_is_wrong_even_beside_such_a_gold(answer):
-    assert not verify.equal(answer, ["5", "", answer])
+    assert not equality.equal(answer, ["5", "", answer])
 
 
 @pytest.mark.parametrize(
@@ -442,7 +442,7 @@ def test_an_answer_that_holds_nothing_is_wrong_even_beside_such_a_gold(answer):
     ],
 )
 def test_matrices_boxes_of_text_and_names_are_what_golds_of_math_have(answer, gold, right):
-    assert verify.equal(answer, [gold]) is right
+    assert equality.equal(answer, [gold]) is right
 
 
 @pytest.mark.parametrize(
@@ -467,4 +467,4 @@ def test_matrices_boxes_of_text_and_names_are_what_golds_of_math_have(answer, go
     ],
 )
 def test_the_last_box_is_found_whole(text, inner):
-    assert verify.boxed(text) == inner
+    assert equality.boxed(text) == inner

@@ -10,15 +10,17 @@ import scripted
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "runs"))
 import warm_start
 
-from common import tasks, tiny
-from common.rollout import Loop, Rollout
-from common.turns import Trajectory, pack
+from common.batch import pack
+from common.loop import Loop, Rollout
+from common.turns import Trajectory
+from tasks import search_qa
+from tasks.tiny import tiny_search
 
 
 @pytest.mark.parametrize("context", ["full", "strip_think", "window"])
 def test_a_scripted_trace_stands_in_the_contexts_of_the_rollout_loop(context):
-    names = tiny._names()["pretraining"]
-    trace = tiny._trace(random.Random(3), names, 3, flawed=False)
+    names = tiny_search._names()["pretraining"]
+    trace = tiny_search._trace(random.Random(3), names, 3, flawed=False)
     said, found = ([text for text, kind in trace if kind == wanted] for wanted in ("turn", "found"))
     answers = iter(found)
 
@@ -30,7 +32,7 @@ def test_a_scripted_trace_stands_in_the_contexts_of_the_rollout_loop(context):
 
     engine = scripted.Scripted(lambda question, sample, turn: said[turn])
     engine.args.context, engine.args.window = context, 1
-    task = tasks.SearchQA(engine.args, scripted.TOKENIZER, Tool(), [], [])
+    task = search_qa.SearchQA(engine.args, scripted.TOKENIZER, Tool(), [], [])
     made = warm_start.group(trace, task)
     played = Trajectory()
     Loop(engine, task, False).run([Rollout(made.question, played, 0)], lambda: None)

@@ -1,16 +1,21 @@
-"""Tools: what an agent can call. A tool is a function from the text of a call to the text of its answer."""
+"""What an agent can call: search, and Python in a sandbox."""
 
 
-class Lost(Exception):
-    """Raised by a tool whose service is gone and stayed away: not an observation. The run saves what is finished and stops."""
+class Tool:
+    """A function from the text of a call to the text of its answer, called from many threads at once."""
 
+    name: str  # as the model calls it
+    keeps_time = False  # whether the tool limits the time of a call itself
+    fingerprint: str | None = (
+        None  # a hash of everything its answers follow from: a run is not resumed with another one
+    )
 
-class Failed(Exception):
-    """A tool call that did not succeed; its text is what the model is shown. status: "error" or "timeout".
+    def begin(self, step: int) -> None:
+        """Prepare for a rollout of a training step, or (0) for an evaluation."""
 
-    lost: nothing that the call did is left, so it is not to be among the earlier calls of the next one.
-    """
+    def __call__(self, text: str, earlier=(), question=None) -> str:
+        """Answer a call. earlier: inputs of the trajectory's earlier calls that ran; question: the Question it is about.
 
-    def __init__(self, text, status="error", lost=False):
-        super().__init__(text)
-        self.status, self.lost = status, lost
+        Raises common.environment.Failed for a call that did not succeed, Lost when the tool is gone for good.
+        """
+        raise NotImplementedError

@@ -29,8 +29,9 @@ import time
 import warnings
 from pathlib import Path
 
-from common import run
-from tools import Failed, Lost
+from common import ending, ranks, run
+from common.environment import Failed, Lost
+from tools import Tool
 from tools.python_inside import ENDED, RAISED, UIDS
 
 KEPT = 20_000  # bytes of a call's output, half from its start and half from its end
@@ -57,7 +58,7 @@ class Unusable(Exception):
     """A way to run code that does not work on this machine, and why."""
 
 
-class Python:
+class Python(Tool):
     """What the code prints, and, as in a notebook, the value of a last expression. Raises Failed with what the model is to see.
 
     earlier: the codes of the trajectory's earlier calls. A call takes at most `timeout` seconds, theirs included. To be called from
@@ -77,7 +78,7 @@ class Python:
             except Unusable as error:
                 refused.append(f"{mode}: {error}")
             else:
-                run.at_end(self.backend.close)
+                ending.at_end(self.backend.close)
                 self.mode = mode
                 break
         else:
@@ -86,15 +87,15 @@ class Python:
         self.fingerprint = (
             f"python {self.mode.split()[0]} {sys.version_info.major}.{sys.version_info.minor} {timeout:g} s"
         )
-        if run.rank() == 0:
-            run.say(f"python: {self.mode}" + "".join(f"; not {reason}" for reason in refused))
+        if ranks.rank() == 0:
+            run.notice(f"python: {self.mode}" + "".join(f"; not {reason}" for reason in refused))
 
-    def __call__(self, code, earlier=()):
+    def __call__(self, code, earlier=(), question=None):
         text, status = self.backend.run(code, list(earlier), self.timeout)
         # Addresses of objects differ between processes, and a resumed run must see what it saw.
         text = ADDRESS.sub(" at 0x0", text)
         if status == "ok":
-            return text or "(no output)"
+            return text.rstrip("\n") if text else "(no output)"  # print ends a line, and so does the tag behind it
         raise Failed(text, "timeout" if status == "timeout" else "error", lost=status != "error")
 
     def _try(self):
@@ -214,7 +215,7 @@ def _bubblewrap(binary):
     rights = ("CAP_SYS_ADMIN", "CAP_SYS_CHROOT", "CAP_SETPCAP")
     for right in (*rights, *(("CAP_SETUID", "CAP_SETGID", "CAP_KILL") if root else ())):
         command += ["--cap-add", right]
-    first = FIRST_UID + run.local_rank() % 8 * UIDS
+    first = FIRST_UID + ranks.local_rank() % 8 * UIDS
     command += ["--", str(python), "-s", "-P", "/inside.py", "", str(first) if root else ""]
     return [*command, "/packages" if packages else ""]
 

@@ -6,7 +6,7 @@ and an unchanged one is loaded in milliseconds.
 Search reads and never writes: it is deterministic, has no state between calls, and may be called from several threads.
 
 Retriever asks a server that speaks Search-R1's protocol. Both give the agent the same text for the same documents.
-tools/serve.py is such a server (python -m tools.search serve --help), tools/simulate.py a search engine played by a language model.
+tools/serve.py is such a server (python -m tools.serve --help), tools/simulate.py a search engine played by a language model.
 """
 
 import codecs
@@ -16,15 +16,15 @@ import json
 import queue
 import re
 import shutil
-import sys
 import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from common import run
-from tools import Lost
+from common import cache, ranks, run
+from common.environment import Lost
+from tools import Tool
 
 BATCH = 256  # queries a request takes at most
 PATIENCE = 120.0  # seconds a retrieval server may stay away before the run ends
@@ -114,7 +114,7 @@ def fingerprint(documents):
     return content.hexdigest()[:16]
 
 
-class Search:
+class Search(Tool):
     """The `topk` best documents of a corpus for a query, as the text between the information tags.
 
     corpus: a path, a list of documents, or a serve.Corpus. backend "numba" is faster on a large corpus and takes seconds to start;
@@ -131,8 +131,8 @@ class Search:
         self.topk = min(topk, len(self.documents))
         self.bm25s, self.new_stemmer = bm25s, Stemmer.Stemmer
         self.fingerprint = getattr(self.documents, "fingerprint", None) or fingerprint(self.documents)
-        index = run.cache_dir() / "bm25" / self.fingerprint
-        with run.locked(index):
+        index = cache.cache_dir() / "bm25" / self.fingerprint
+        with cache.locked(index):
             if not index.exists():
                 long = len(self.documents) > LONG
                 tokens = self._tokenize([f"{d['title']} {d['text']}" for d in self.documents], show_progress=long)
@@ -169,8 +169,8 @@ class Search:
         """query -> documents, the best first."""
         return [document for document, _ in self.find_all([query], self.topk)[0]]
 
-    def __call__(self, query, earlier=()):
-        """earlier calls do not matter: a search depends on its query alone."""
+    def __call__(self, query, earlier=(), question=None):
+        """Search. Neither earlier calls nor the question matter."""
         return as_text(self.find(query))
 
 
@@ -189,7 +189,7 @@ class _NoServer(_NoResults):
     """There was no server to answer: not the fault of the queries."""
 
 
-class Retriever:
+class Retriever(Tool):
     """The `topk` best documents for a query from a server that speaks Search-R1's protocol, as the same text as Search's.
 
     To be called from many threads at once: queries that come while a request is under way go out together in the next one.
@@ -221,8 +221,8 @@ class Retriever:
         self.said, self.lost = False, ""  # whether it was told; why all is over
         self.probe()
 
-    def __call__(self, query, earlier=()):
-        """earlier calls do not matter: a search depends on its query alone."""
+    def __call__(self, query, earlier=(), question=None):
+        """Search. Neither earlier calls nor the question matter."""
         if not query.strip():
             return as_text([])  # as Search does; some servers fail over it
         answer = Future()
@@ -247,8 +247,8 @@ class Retriever:
                 time.sleep(pause)  # it may be about to start
             else:
                 break
-        if found == [as_text([])] and run.rank() == 0:
-            run.say(f"warning: retriever {self.address} finds nothing for {PROBE!r}: is that the right corpus?")
+        if found == [as_text([])] and ranks.rank() == 0:
+            run.notice(f"warning: retriever {self.address} finds nothing for {PROBE!r}: is that the right corpus?")
 
     def _send(self):
         while True:
@@ -322,7 +322,7 @@ class Retriever:
             what = f"an answer of the wrong shape: {_short(answer.content) or '(nothing)'}"
             raise _NoResults(what, f"Expected is {self.expected}.") from None
         if self.said:
-            run.say(f"retriever {self.address}: answers again")
+            run.notice(f"retriever {self.address}: answers again")
         self.since, self.said = None, False
         return texts
 
@@ -364,7 +364,7 @@ class Retriever:
             raise Lost(self.lost)
         if not silent and not self.said:
             self.said = True
-            run.say(f"retriever {self.address}: {error}; trying again for {self.patience:.0f} s")
+            run.notice(f"retriever {self.address}: {error}; trying again for {self.patience:.0f} s")
         time.sleep(min(max(past, 0.1), 2.0, self.patience - past))
 
 
@@ -425,11 +425,3 @@ def contents(document):
     """A document as Search-R1's corpora and servers have it: its title in quotes, and its text from the second line on."""
     title = document["title"].replace("\n", " ")
     return f'"{title}"\n{document["text"]}'
-
-
-if __name__ == "__main__":
-    from tools import serve
-
-    if sys.argv[1:2] != ["serve"]:
-        raise SystemExit("python -m tools.search serve --corpus documents.jsonl: a retrieval server; --help says more.")
-    serve.main(sys.argv[2:])

@@ -1,4 +1,4 @@
-"""A retrieval server that speaks Search-R1's protocol: python -m tools.search serve --corpus documents.jsonl [--dense MODEL]
+"""A retrieval server that speaks Search-R1's protocol: python -m tools.serve --corpus documents.jsonl [--dense MODEL]
 
     POST /retrieve  {"queries": [...], "topk": 3, "return_scores": true}
                     -> {"result": [[{"document": {"id", "contents"}, "score"}, ...], ...]}, a list for each query;
@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from common import run
+from common import cache
 from tools import search
 
 SETTINGS = "TURNWISE_SERVE"  # the environment variable that hands the arguments to worker processes
@@ -72,8 +72,8 @@ class Corpus:
         path = Path(path).resolve()
         state = path.stat()
         key = hashlib.sha256(repr((str(path), state.st_size, state.st_mtime_ns, _version())).encode()).hexdigest()[:16]
-        folder = run.cache_dir() / "corpora" / key
-        with run.locked(folder):
+        folder = cache.cache_dir() / "corpora" / key
+        with cache.locked(folder):
             if not folder.exists():
                 _note(path, state.st_size, folder)
         self.fingerprint = (folder / "fingerprint").read_text()
@@ -183,8 +183,8 @@ class Dense:
     def _own(self):
         from tqdm import trange
 
-        path = run.cache_dir() / "dense" / f"{self.documents.fingerprint}-{self._model_hash()}.faiss"
-        with run.locked(path):
+        path = cache.cache_dir() / "dense" / f"{self.documents.fingerprint}-{self._model_hash()}.faiss"
+        with cache.locked(path):
             if not path.exists():
                 index = self.faiss.IndexFlatIP(self.model.config.hidden_size)
                 count = len(self.documents)
@@ -344,7 +344,7 @@ def check(args):
 def main(argv=None):
     import tyro
 
-    args = tyro.cli(Args, args=argv, prog="python -m tools.search serve", use_underscores=True)
+    args = tyro.cli(Args, args=argv, prog="python -m tools.serve", use_underscores=True)
     check(args)
     import uvicorn
 
@@ -369,3 +369,7 @@ def main(argv=None):
 
     threading.Thread(target=announce, name="announce", daemon=True).start()
     uvicorn.run("tools.serve:worker", factory=True, workers=args.workers, host=args.host, port=args.port, **quiet)
+
+
+if __name__ == "__main__":
+    main()

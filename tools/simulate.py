@@ -93,7 +93,6 @@ class Simulator(Retriever):
         "Such a server listens at /v1/chat/completions, and knows its models by name: llm:http://host:8000/v1#model."
     )
     slow = "Is its model loaded, and the server not overloaded?"
-    wants_question = True  # the caller may hand over the question that the policy is to answer
 
     def __init__(self, address, topk, timeout, steps, seed=0, span=NOISE, patience=PATIENCE):
         """span: share of noisy answers at the first step and at the last."""

@@ -7,6 +7,8 @@ import json
 import sys
 from pathlib import Path
 
+from common.args import parse_args
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
@@ -14,16 +16,17 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 def main(model, out, *flags):
     import torch
 
+    import tasks
     import train_grpo
-    from common import run, tasks
+    from common import run
     from common.policy import Policy
     from common.rollout import Engine
 
     words = f"--model {model} --task tiny_search --out {out} --questions 4 --group 4 --max_context 768".split()
     words += "--max_turns 3 --max_turn_tokens 32 --max_observation_tokens 64 --lora_rank 8 --gpu_memory 0.4".split()
-    args = run.parse(train_grpo.Args, [*words, *flags])
+    args = parse_args(train_grpo.Args, [*words, *flags])
     task = tasks.load(args)
-    device = run.setup(args, train_grpo.__file__)
+    device, _ = run.setup(args, train_grpo.__file__)
     policy = Policy(args, device)
     engine = Engine(policy, args)
 

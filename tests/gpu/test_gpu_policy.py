@@ -12,9 +12,9 @@ import test_policy
 import torch
 
 import train_grpo
-from common import memory
+from common.batch import pack
 from common.policy import Policy
-from common.turns import pack
+from view import plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -108,7 +108,7 @@ def test_an_update_on_the_gpu_takes_what_the_plan_says_within_15_percent(model, 
     batch = test_memory.packed(tokens, rows=2)
 
     def update():
-        logp, _, _ = policy.logps(batch, moments=True)
+        logp, _ = policy.logps(batch, moments=["entropy"])
         logp.sum().backward()
 
     update()
@@ -120,7 +120,7 @@ def test_an_update_on_the_gpu_takes_what_the_plan_says_within_15_percent(model, 
     args = train_grpo.Args(
         lora_rank=8, grad_checkpoint=grad_checkpoint, micro_tokens=tokens, max_context=1024, dtype="bfloat16"
     )
-    rows = memory.plan(memory.sizes(test_memory.empty_model(model)), args, 24 * 2**30).update
+    rows = plan.plan(plan.sizes(test_memory.empty_model(model)), args, 24 * 2**30).update
     planned = {row.name: row.bytes for row in rows}
     parts = ("trainer: activations", "trainer: last hidden states", "trainer: at the peak")
     total = planned["trainer: gradients"] // 2 + sum(planned[name] for name in parts)

@@ -1,7 +1,7 @@
 """What a run shows: at its end a table, a learning curve and one trajectory; afterwards any trajectory, turn by turn, in colour.
 
-    python -m common.run show out/RUN --worst       trajectories in the terminal
-    python -m common.run report out/RUN             one HTML page (report.py)
+    python -m view show out/RUN --worst       trajectories in the terminal
+    python -m view report out/RUN             one HTML page (report.py)
 
 Imports neither torch nor vllm, and reads runs that are still going on.
 """
@@ -18,7 +18,7 @@ import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.scores import normalise
+from tasks.scores import normalise
 from tools.search import documents_in
 
 TABLE = (("exact match", "eval/em"), ("F1", "eval/f1"), ("turns", "eval/turns"), ("tool calls", "eval/tool_calls"))
@@ -220,7 +220,7 @@ def summary(folder, tokenizer):
         print(f"\nOne trajectory of step {chosen['step']}:")
         print(describe(chosen, tokenizer, **terminal()))
     print(f"\nMetrics, samples and adapter: {folder}/")
-    print(f"More of it: python -m common.run show {folder} --worst; as a page: python -m common.run report {folder}")
+    print(f"More of it: python -m view show {folder} --worst; as a page: python -m view report {folder}")
     sys.stdout.flush()
 
 

@@ -12,7 +12,8 @@ has a bad habit: most of its traces stop one search short. That is for reinforce
 import functools
 import random
 
-from common import pretrain, protocol
+from tasks import wordings
+from tasks.tiny import pretrain
 
 FIRST = (
     "Ada Bela Cora Dino Edna Fritz Gina Hugo Ida Jonas Kira Leo Mona Nils Olga Petra Quinn Rosa Sven Tara Ulla Vito Wanda Xenia "
@@ -70,7 +71,7 @@ TRAIN, HELD_OUT = 2000, 400  # questions
 
 STEPS = 480  # of pretraining
 LESSONS = (0.2, 0.35, 0.5)  # shares of the steps at which copying, 1 hop and up to 2 hops end
-WORDS = protocol.WORDINGS["search"]
+WORDS = wordings.WORDINGS["search"]
 COPIED = 12  # names in a copying exercise
 TOKENIZER_TRACES = 6000
 # How likely a scripted trace of several hops is to stop one search short: mostly, but hardly ever when it starts from a firm.
@@ -185,7 +186,7 @@ def _trace(rng, names, hops, flawed):
     start = RELATIONS[relations[0]][0]
     path, passages = _World(rng, names).walk(relations, rng.choice(names[start]))
     stop = flawed and hops > 1 and rng.random() < STOP[start]
-    trace, thought = [(WORDS.instruction + protocol.question_line(_question(rng, relations, path[0])), "prompt")], ""
+    trace, thought = [(WORDS.instruction + wordings.question_line(_question(rng, relations, path[0])), "prompt")], ""
     for i in range(hops - stop):
         trace.append((f"<think>{thought} I need the {relations[i]}. </think> <search> {path[i]} </search>", "turn"))
         trace.append((f"Doc 1 (Title: {path[i]}) {passages[i]}", "found"))
@@ -214,18 +215,6 @@ def _lesson(names, rng, done):
 
 
 def base():
-    """Directory of the tiny base (weights, tokenizer), built at the first call on a machine."""
+    """Directory of the tiny base (weights, tokenizer)."""
     lesson = functools.partial(_lesson, _names()["pretraining"])
-    return pretrain.base("tiny", __file__, _tokenizer, lesson, STEPS, WORDS)
-
-
-def build():
-    """Print where the embedded bases lie, built if need be. For make setup."""
-    from common import tiny_math
-
-    print(base())
-    print(tiny_math.base())
-
-
-if __name__ == "__main__":
-    build()
+    return pretrain.base("tiny", _tokenizer, lesson, STEPS, WORDS)

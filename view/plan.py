@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from common import models, run
+from common import models, ranks, run
+from common.attention import chunk_tokens
 
 GIB = 2**30
 CARDS = {"24 GB": 23.6, "48 GB": 47.4, "80 GB": 79.1}  # GiB that torch sees of such a card
@@ -27,7 +28,9 @@ PAGE = 16  # tokens in a KV page of vLLM on CUDA
 # Bytes per request and vocabulary entry: logits in bf16 and float32, sorted, their order, two softmaxes, cumulated. An upper bound, of
 # vLLM's V1 model runner: V2, which it takes on CUDA, leaves top-k and top-p out of its start-up run.
 SAMPLER = 30
-HEAD = 12  # bytes per logit of a chunk: log-probability, probability and a product, float32 each (policy._TokenLogps)
+HEAD = (
+    12  # bytes per logit of a chunk: log-probability, probability and a product, float32 each (attention._TokenLogps)
+)
 NF4_BLOCK, NF4_NESTED = 64, 256  # weights per scale, scales per scale of scales
 OWN_SEGMENT = 10 * 2**20  # bytes from which PyTorch's CUDA allocator gives a tensor a segment of its own
 ADAM8_BLOCK, ADAM8_SMALLEST = 256, 4096  # bitsandbytes: numbers per scale; a smaller tensor keeps its states in float32
@@ -167,9 +170,9 @@ def gradient_bytes(sizes, item):
     return (8 if item == 2 else 4) * sizes.intermediate
 
 
-def chunk_bytes(sizes, tokens, floats=2**27):
-    """The output layer's logits, made `floats` numbers at a time (policy._TokenLogps; 2**27 on a GPU, 2**24 on a CPU)."""
-    return HEAD * min(tokens, max(16, floats // sizes.vocab)) * sizes.vocab
+def chunk_bytes(sizes, tokens, cuda=True):
+    """The output layer's logits, computed a chunk of tokens at a time."""
+    return HEAD * min(tokens, chunk_tokens(sizes.vocab, cuda)) * sizes.vocab
 
 
 def kv_bytes(sizes, item):
@@ -216,18 +219,18 @@ class Plan:
         return said
 
 
-def plan(sizes, args, card, world=1, rank=None):
+def make(sizes, args, card, world=1, rank=None):
     """The Plan of a model of these Sizes on a card of `card` bytes, its questions shared out over `world` ranks.
 
     rank: of the adapter, where it is not --lora_rank.
     """
-    from common.rollout import LORA_RANKS
+    from common.rollout import at_once, lora_slot
 
     item = 4 if args.dtype == "float32" else 2
     rank = rank or args.lora_rank
-    slot = min((r for r in LORA_RANKS if r >= rank), default=rank)
+    slot = lora_slot(rank)
     share = -(-args.questions // world) * args.group
-    requests = min(max(share, 64), 256)  # as Engine has it
+    requests = at_once(args, world)
     tokens = max(args.micro_tokens, args.max_context)  # a longer row is a micro-batch of its own
     adapter = sizes.adapter(rank)
     weights = base_bytes(sizes, item, args.load_4bit)
@@ -301,7 +304,7 @@ def remedy(sizes, args, card, **more):
     adamw_8bit rounds the optimizer's states; the others change memory and time only."""
 
     def lacks(changes):
-        p = plan(sizes, SimpleNamespace(**(vars(args) | changes)), card, **more)
+        p = make(sizes, SimpleNamespace(**(vars(args) | changes)), card, **more)
         return max(0, p.total("update") - card) + max(0, p.total("sampling") - card) + max(0, -(p.at_once - 1)) * GIB
 
     chosen = {}
@@ -403,20 +406,29 @@ def prompt_lines(task, args):
     return lines
 
 
-def dry_run(args):
-    """Load task and tokenizer, plan the memory, print both, and load no model. Raises SystemExit for what would stop the run there."""
-    from common import tasks
+def fit(args, task):
+    """The arguments, when the run fits. With --dry_run print the first prompt and the memory plan, and exit; no model is loaded.
+
+    Raises SystemExit, also for what would stop the run when it loads its model.
+    """
+    if not getattr(args, "dry_run", False):
+        return args
+    dry_run(args, task)
+    raise SystemExit(0)
+
+
+def dry_run(args, task):
+    """Plan the memory, print plan and first prompt. Raises SystemExit for what would stop the run there."""
     from common.policy import refuse_unsupported
 
-    task = tasks.load(args)
     path = models.resolve(args.model)
     model = models.empty_model(path)
     refuse_unsupported(model, args.max_context)
-    if run.rank():
+    if ranks.rank():
         return
     found, rank = sizes(model), adapter_rank(args)
-    more = dict(world=run.world_size(), rank=rank)
-    plans = {name: plan(found, args, card, **more) for name, card in cards().items()}
+    more = dict(world=ranks.world_size(), rank=rank)
+    plans = {name: make(found, args, card, **more) for name, card in cards().items()}
     one = next(iter(plans.values()))
     print(*prompt_lines(task, args), "", sep="\n")
     print(f"questions: {len(task.train)} to train on, {len(task.held_out)} held out, {len(task.test)} for eval.py")
@@ -425,7 +437,7 @@ def dry_run(args):
         print("warning: it holds a run already; nothing is overwritten: give another --out, or --resume")
     print(weight_files(path, found), "", sep="\n")
     print(
-        f"memory of one rank of {run.world_size()}, {args.model}: {found.parameters:,} parameters, "
+        f"memory of one rank of {ranks.world_size()}, {args.model}: {found.parameters:,} parameters, "
         f"{kv_bytes(found, 4 if args.dtype == 'float32' else 2):,} bytes of keys and values a token; GiB, computed and not measured"
     )
     for moment in ("sampling", "update"):

@@ -1,15 +1,17 @@
 """From scripted traces to a tiny base model: its tokenizer, its pretraining, and where it is kept.
 
 A trace is what a trajectory looks like: a list of (text, kind), kind one of "prompt", "turn" (what the model writes) and "found" (a
-tool's output, without its tags). What the traces say is the business of a world: tiny.py (searching), tiny_math.py (Python).
+tool's output, without its tags). What the traces say is the business of a world: tiny_search.py (searching), tiny_math.py (Python).
 """
 
+import contextlib
 import hashlib
+import json
 import random
 import shutil
 from pathlib import Path
 
-from common import run
+from common import cache
 
 # Heads of 32 are the smallest that vLLM serves on a CPU; contexts are short, hence the small theta.
 SHAPE = {
@@ -22,6 +24,8 @@ SHAPE = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
 }
 BATCH = 32
+SHIPPED = Path(__file__).with_name("bases")
+SAMPLED = 256  # lessons that go into the key of a base
 MUON_LR, ADAM_LR = 0.02, 0.006  # of the matrices; of embeddings, norms and biases
 
 
@@ -68,7 +72,7 @@ def _encode(tokenizer, traces, prefix, around):
         ids, own = [], []
         for _, kind in trace:
             piece = next(encoded)
-            if kind == "found":  # as protocol.cut_observation: the outputs are shorter than any sensible limit
+            if kind == "found":  # as tags.cut_observation: the outputs are shorter than any sensible limit
                 piece = around[0] + piece + around[1]
             ids += piece
             own += [kind == "turn"] * len(piece)
@@ -95,13 +99,13 @@ def _train(tokenizer, lesson, steps, words):
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        attn_implementation="eager",  # on a CPU, in bfloat16 and at these lengths faster than the fused kernel
+        attn_implementation="eager",  # on a CPU and at these lengths faster than the fused kernel
     )
     model = Qwen2ForCausalLM(config).float().train()
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim < 2 or "embed" in name]
     optimizers = [
-        torch.optim.Muon(matrices, lr=MUON_LR, momentum=0.95, weight_decay=0.01),
+        muon(matrices, lr=MUON_LR, momentum=0.95, weight_decay=0.01),
         torch.optim.AdamW(others, lr=ADAM_LR, betas=(0.9, 0.98), weight_decay=0.0),
     ]
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
@@ -115,18 +119,15 @@ def _train(tokenizer, lesson, steps, words):
         traces = [lesson(rng, done) for _ in range(BATCH)]
         rows = sorted(_encode(tokenizer, traces, prefix, words.around), key=lambda row: len(row[0]))
         loss = 0.0
-        with torch.autocast("cpu", torch.bfloat16):
-            shared_prefix = model.model(torch.tensor([prefix]), use_cache=True).past_key_values
-            for part in (rows[: BATCH // 2], rows[BATCH // 2 :]):  # alike in length: less padding
-                width = max(len(ids) for ids, _ in part)
-                ids = torch.tensor([ids + [tokenizer.pad_token_id] * (width - len(ids)) for ids, _ in part])
-                learned = torch.tensor([own[1:] + [False] * (width - len(own)) for _, own in part])
-                shared = [[kv.expand(len(part), -1, -1, -1) for kv in layer[:2]] for layer in shared_prefix]
-                hidden = model.model(
-                    ids[:, :-1], past_key_values=DynamicCache(shared), use_cache=True
-                ).last_hidden_state
-                logits = model.lm_head(hidden[learned]).float()
-                loss += torch.nn.functional.cross_entropy(logits, ids[:, 1:][learned], reduction="sum")
+        shared_prefix = model.model(torch.tensor([prefix]), use_cache=True).past_key_values
+        for part in (rows[: BATCH // 2], rows[BATCH // 2 :]):  # alike in length: less padding
+            width = max(len(ids) for ids, _ in part)
+            ids = torch.tensor([ids + [tokenizer.pad_token_id] * (width - len(ids)) for ids, _ in part])
+            learned = torch.tensor([own[1:] + [False] * (width - len(own)) for _, own in part])
+            shared = [[kv.expand(len(part), -1, -1, -1) for kv in layer[:2]] for layer in shared_prefix]
+            hidden = model.model(ids[:, :-1], past_key_values=DynamicCache(shared), use_cache=True).last_hidden_state
+            logits = model.lm_head(hidden[learned]).float()
+            loss += torch.nn.functional.cross_entropy(logits, ids[:, 1:][learned], reduction="sum")
         loss = loss / sum(sum(own) for _, own in rows)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -137,28 +138,68 @@ def _train(tokenizer, lesson, steps, words):
     return model.eval()
 
 
-def base(folder, source, tokenizer, lesson, steps, words):
-    """Directory of a tiny base (weights, tokenizer), built at the first call on a machine, in about two minutes on two cores.
+def muon(matrices, lr, momentum, weight_decay):
+    """The optimizer Muon (Jordan et al., 2024), with Nesterov momentum, in float32.
 
-    It lies in `folder` of the cache, under a hash of what it is made from: its world's `source` file, this one, and the protocol's `words`.
+    torch.optim.Muon orthogonalises in bfloat16, which a CPU without such instructions emulates: ten times slower, and other numbers.
     """
-    sources = (Path(path).read_text(encoding="utf-8") for path in (source, __file__))
-    made_of = "\0".join((*sources, words.instruction, *words.around))
-    path = run.cache_dir() / folder / hashlib.sha256(made_of.encode()).hexdigest()[:16]
-    with run.locked(path):
-        if not path.exists():
-            import torch
+    import torch
 
-            beside = Path(f"{path}.new")  # renamed when whole: a killed build leaves nothing that counts
-            shutil.rmtree(beside, ignore_errors=True)
-            made = tokenizer()
-            threads = torch.get_num_threads()
-            torch.set_num_threads(2)  # always: with another number sums are rounded otherwise, and it is another base
-            with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(0)  # not torch.manual_seed: it would seed the GPUs as well
-                model = _train(made, lesson, steps, words)
-            torch.set_num_threads(threads)
-            model.save_pretrained(beside)
-            made.save_pretrained(beside)
-            beside.rename(path)
+    class Muon(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    average = self.state[p].setdefault("average", torch.zeros_like(p))
+                    average.lerp_(p.grad, 1 - momentum)
+                    update = orthogonal(p.grad.lerp(average, momentum))
+                    p.mul_(1 - group["lr"] * weight_decay)
+                    p.add_(update, alpha=-group["lr"] * max(1, p.shape[0] / p.shape[1]) ** 0.5)
+
+    def orthogonal(matrix):
+        """The nearest matrix whose singular values are all about 1: five quintic Newton-Schulz steps."""
+        x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+        x = x / x.norm().clamp(min=1e-7)
+        for _ in range(5):
+            gram = x @ x.T
+            x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+        return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+    return Muon(matrices, dict(lr=lr))
+
+
+def key(lesson, steps, words):
+    """A hash of what a base is made from: the hyper-parameters, the texts around questions and outputs, and lessons of every stage."""
+    lessons = [lesson(random.Random(i), i / SAMPLED) for i in range(SAMPLED)]
+    made_from = [SHAPE, BATCH, MUON_LR, ADAM_LR, steps, words.instruction, words.around, lessons]
+    return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
+
+
+def base(name, tokenizer, lesson, steps, words):
+    """Directory of a tiny base (weights, tokenizer): the one that comes with the project, or, when what it is made from has changed, one
+    built at the first call on a machine, in some five minutes on two cores, and cached."""
+    wanted = key(lesson, steps, words)
+    shipped = SHIPPED / name / wanted
+    path = shipped if shipped.exists() else cache.cache_dir() / name / wanted
+    with contextlib.nullcontext() if path == shipped else cache.locked(path):
+        if not path.exists():
+            build(path, tokenizer, lesson, steps, words)
     return path
+
+
+def build(path, tokenizer, lesson, steps, words):
+    """Pretrain a base and save it in `path`, in float32."""
+    import torch
+
+    beside = Path(f"{path}.new")  # renamed when whole: a killed build leaves nothing that counts
+    shutil.rmtree(beside, ignore_errors=True)
+    made = tokenizer()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)  # always: with another number sums are rounded otherwise, and it is another base
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)  # not torch.manual_seed: it would seed the GPUs as well
+        model = _train(made, lesson, steps, words)
+    torch.set_num_threads(threads)
+    model.save_pretrained(beside)
+    made.save_pretrained(beside)
+    beside.rename(path)

@@ -2,12 +2,13 @@
 
 import dataclasses
 import hashlib
-import json
 import re
 from pathlib import Path
 
-from common import run, stats
+import tasks
+from common import ranks
 from common.log import STOPS, sample
+from tasks import loading, stats
 
 SUITES = {  # what papers report together; no name is that of a data set
     "search_qa": "nq triviaqa popqa hotpotqa 2wiki musique bamboogle".split(),  # Search-R1 (arXiv:2503.09516), table 2
@@ -34,17 +35,15 @@ def short(text):
 
 def args_of(args, name):
     """The arguments of one benchmark of --task. Of several, --corpus and --retriever concern those that search."""
-    from common import tasks
 
     of_one = dataclasses.replace(args, task=name)
-    if len(names(args.task)) > 1 and tasks.task_maker(of_one) is not tasks.search_task:
+    if len(names(args.task)) > 1 and loading.task_maker(of_one) is not loading.search_task:
         return dataclasses.replace(of_one, corpus="", retriever="")
     return of_one
 
 
 def load(args):
     """{name: (task, its questions)} of the benchmarks in --task. Raises SystemExit before anything heavy is loaded."""
-    from common import tasks
 
     found = {}
     for name in names(args.task):
@@ -65,7 +64,7 @@ def folder_of(folder, tasks, name):
 
 def evaluate(engine, task, args, questions, system, name):
     """On rank 0: (figures, lines of samples.jsonl) of each question, in order. Every system samples with the same seeds."""
-    mine = list(enumerate(questions))[run.rank() :: run.world_size()]
+    mine = list(enumerate(questions))[ranks.rank() :: ranks.world_size()]
     groups = []
     for kind, n in ("greedy", 1), ("sampled", args.samples):
         engine.begin(0)
@@ -82,7 +81,7 @@ def evaluate(engine, task, args, questions, system, name):
             for number, trajectory in enumerate(group.trajectories)
         ]
         items.append((place, measure(greedy.trajectories[0]) | passes, lines))
-    return [item[1:] for item in sorted(run.gather(items), key=lambda item: item[0])]
+    return [item[1:] for item in sorted(ranks.gather(items), key=lambda item: item[0])]
 
 
 def measure(trajectory):
@@ -99,45 +98,9 @@ def measure(trajectory):
     }
 
 
-def write(folder, args, name, questions, items):
-    """Write eval.json, eval.md and samples.jsonl of one benchmark. items: {system: what evaluate() returned}. -> the table as text"""
+def result(args, name, questions, items):
+    """The content of eval.json of one benchmark. items: {system: what evaluate() returned}."""
     results = {system: [figures for figures, _ in of_system] for system, of_system in items.items()}
-    summaries = stats.compare(results, args.seed)
-    what = f"{args.model} {args.adapter}".strip() + f": {len(questions)} questions ({args.split}) of {name}"
-    text = f"{what}, greedy, with 95 % intervals over questions\n\n{stats.table(summaries)}"
     each = [{"id": q.id, "question": q.text} | dict(zip(results, f)) for q, *f in zip(questions, *results.values())]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "samples.jsonl").unlink(missing_ok=True)  # of an attempt that did not come to its end
-    lines = [
-        json.dumps(line, ensure_ascii=False) for of_system in items.values() for _, more in of_system for line in more
-    ]
-    run.append(folder / "samples.jsonl", lines)
-    (folder / "eval.md").write_text(text)
-    # Last: where it is, the benchmark is finished.
-    run.write_json(
-        folder / "eval.json",
-        {"args": dataclasses.asdict(args_of(args, name)), "figures": summaries, "questions": each},
-    )
-    return text
-
-
-def overview(folder, folders):
-    """One table of several finished benchmarks, as Markdown, also written to benchmarks.md: a row each, and their unweighted mean.
-
-    folders: {name: folder of its results}
-    """
-    figures = {name: json.loads((folder / "eval.json").read_text())["figures"] for name, folder in folders.items()}
-    systems = list(next(iter(figures.values())))
-    columns = [key for key in ("em", "f1") if any(key in of[systems[0]] for of in figures.values())]
-    columns += [key for key in next(iter(figures.values()))[systems[0]] if key.startswith("pass@")]
-    head = [f"{stats.LABELS.get(key, key)}, {system}" for key in columns for system in systems]
-    lines = [f"| | {' | '.join(head)} |", "|---" * (1 + len(head)) + "|"]
-    cells = {name: [of[system].get(key) for key in columns for system in systems] for name, of in figures.items()}
-    for name, row in cells.items():
-        shown = ["{mean:.3f} [{low:.3f}, {high:.3f}]".format(**cell) if cell else "" for cell in row]
-        lines.append(f"| {name} | {' | '.join(shown)} |")
-    means = [[row[i]["mean"] for row in cells.values() if row[i]] for i in range(len(head))]
-    lines.append(f"| mean | {' | '.join(f'{sum(column) / len(column):.3f}' for column in means)} |")
-    text = "\n".join(lines) + "\n"
-    (folder / "benchmarks.md").write_text(text)
-    return text
+    figures = stats.compare(results, args.seed)
+    return {"args": dataclasses.asdict(args_of(args, name)), "figures": figures, "questions": each}

@@ -211,10 +211,10 @@ class Worker:
                 return False
 
     def _start(self):
-        from common import run
+        from common import ending
 
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "common.verify"],
+            [sys.executable, "-m", "tasks.equality"],
             cwd=Path(__file__).parent.parent,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -223,7 +223,7 @@ class Worker:
         )
         if not self.known:
             self.known = True
-            run.at_end(self._kill)
+            ending.at_end(self._kill)
         if self._answer(START) != b"r":
             raise OSError("math-verify does not start")
 

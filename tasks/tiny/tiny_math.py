@@ -4,14 +4,15 @@ Questions: a number and 1 to 4 things to do to it ("Start with 12. First add 7. 
 is a call of the tool that takes up what the call before gave. The first two numbers tell whether a question is trained on, held out, or
 only seen in pretraining, so none is in two of these parts.
 
-Base: made like the one of tiny.py. It reads the question, writes the code and copies what came back well, and it has bad habits: it
+Base: made like the one of tiny_search.py. It reads the question, writes the code and copies what came back well, and it has bad habits: it
 stops a step short in most longer questions, gets two of the wordings wrong, and drops the sign of a negative answer. Where habits
 meet, hardly one answer in a group is right at the start, or none; and what is wrong is wrong by little or by much.
 """
 
 import random
 
-from common import pretrain, protocol
+from tasks import wordings
+from tasks.tiny import pretrain
 
 OPERATIONS = {  # how a question says it, the code for it on the value x, and the code out of habit
     "add": (("add {n}", "increase it by {n}"), "{x} + {n}", None),
@@ -33,7 +34,7 @@ STOP = {1: 0.0, 2: 0.25, 3: 0.58, 4: 0.64}  # by the steps of the question
 HABIT = {"double": 0.6, "from": 0.68}
 SIGN = 0.75
 
-WORDS = protocol.WORDINGS["python"]
+WORDS = wordings.WORDINGS["python"]
 STEPS = 520  # of pretraining
 LESSONS = (0.14, 0.28)  # shares of the steps at which copying, and questions of one and two steps, end
 COPIED = 12  # numbers in a copying exercise
@@ -98,7 +99,7 @@ def _trace(rng, steps, flawed):
     """One scripted trace: list of (text, kind), kind one of "prompt", "turn" and "found". What its code gives is always true."""
     start, chain, _ = _chain(rng, steps, "pretraining")
     phrases, value = _phrases(rng, chain), start
-    trace = [(WORDS.instruction + protocol.question_line(_question(start, phrases)), "prompt")]
+    trace = [(WORDS.instruction + wordings.question_line(_question(start, phrases)), "prompt")]
     for i in range(steps - (flawed and rng.random() < STOP[steps])):
         name, number = chain[i]
         _, code, habit = OPERATIONS[name]
@@ -132,5 +133,5 @@ def _lesson(rng, done):
 
 
 def base():
-    """Directory of the tiny base for mathematics (weights, tokenizer), built at the first call on a machine."""
-    return pretrain.base("tiny-math", __file__, _tokenizer, _lesson, STEPS, WORDS)
+    """Directory of the tiny base for mathematics (weights, tokenizer)."""
+    return pretrain.base("tiny-math", _tokenizer, _lesson, STEPS, WORDS)

@@ -5,7 +5,6 @@ import math
 import numpy
 
 RESAMPLES = 10_000
-LABELS = {"em": "exact match", "f1": "F1", "tokens": "sampled tokens"}
 
 
 def budgets(n):
@@ -38,14 +37,3 @@ def compare(results, seed):
         pairs = zip(results[first], results[second])
         summaries[f"{second} - {first}"] = summarise([{name: b[name] - a[name] for name in a} for a, b in pairs], seed)
     return summaries
-
-
-def table(summaries):
-    """The summaries of compare() as Markdown, one column each; an ending that never occurs has no row."""
-    lines = [f"| | {' | '.join(summaries)} |", "|---" * (1 + len(summaries)) + "|"]
-    for key in next(iter(summaries.values())):
-        row = [summary[key] for summary in summaries.values()]
-        if not key.startswith("stop") or any(cell["mean"] for cell in row):
-            cells = ["{mean:.3f} [{low:.3f}, {high:.3f}]".format(**cell) for cell in row]
-            lines.append(f"| {LABELS.get(key, key.replace('_', ' '))} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"

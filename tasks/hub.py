@@ -14,9 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from common import run, verify
-from common.scores import normalise
+from common import cache, ranks, run
 from common.turns import Question
+from tasks import equality
+from tasks.scores import normalise
 
 BATCH = 1000  # rows that are Python objects at one time
 NUMBER = (str, int, float)  # a column of answers that some copies hold as text and others as numbers
@@ -72,8 +73,8 @@ def load(name, eval_questions, with_documents):
     if not all(parts):
         raise SystemExit(f"--task {name}: no row of a split has a question and an answer. Is {place(source)} whole?")
     rows, used = sum(map(len, tables)), sum(map(len, parts))
-    if used < rows and run.rank() == 0:
-        run.say(f"{name}: left out {rows - used} of {rows} rows: no answer in them can be right.")
+    if used < rows and ranks.rank() == 0:
+        run.notice(f"{name}: left out {rows - used} of {rows} rows: no answer in them can be right.")
     test, train = parts if source.train else (parts[0], [])
     key = KEYS[source.kind]
     keys = {q.id: key(q.text) for q in test + train}
@@ -119,14 +120,14 @@ def table(name, source, split):
     import datasets
     from datasets.exceptions import DatasetGenerationError, FileNotFoundDatasetsError
 
-    if run.rank():
+    if ranks.rank():
         datasets.disable_progress_bars()
     where = place(source)
     path, given = source.path, {"name": source.config}
     if folder := os.environ.get("TURNWISE_DATA"):
         path, given = local(name, source, split, Path(folder))
     try:
-        with run.locked(run.cache_dir() / "data" / f"{name}-{split}"):
+        with cache.locked(cache.cache_dir() / "data" / f"{name}-{split}"):
             rows = datasets.load_dataset(path, split=split, **given)
     except FileNotFoundDatasetsError as error:  # not there, gated, private, or without a file of data
         page = f"https://huggingface.co/datasets/{source.path}"
@@ -147,7 +148,7 @@ def table(name, source, split):
             raise SystemExit(unreachable(name, where, error)) from None
         raise SystemExit(
             f"--task {name}: expected {where} with the split {split}, and found another layout ({first_line(error)}). If it has "
-            "changed on the hub, change SOURCES in common/data.py, or name a folder in TURNWISE_DATA (docs/data.md)."
+            "changed on the hub, change SOURCES in tasks/hub.py, or name a folder in TURNWISE_DATA (docs/data.md)."
         ) from None
     except Exception as error:
         raise SystemExit(
@@ -203,7 +204,7 @@ def check_columns(name, source, split, features):
             continue
         raise SystemExit(
             f"--task {name}: {place(source)}, split {split}: expected a column {column} of {describe(expected)}, {what}. If its form "
-            "has changed, change SOURCES in common/data.py."
+            "has changed, change SOURCES in tasks/hub.py."
         )
 
 
@@ -239,7 +240,7 @@ def read_questions(source, split, rows):
     """The questions of a split, without the rows that ask nothing or have no answer that can be right. ids are unique; golds have no
     duplicates and keep their order."""
     columns = [c for c in source.columns if not source.paragraphs or c != source.paragraphs[0]]
-    usable = {"search": normalise, "math": verify.plain}.get(source.kind, str)
+    usable = {"search": normalise, "math": equality.plain}.get(source.kind, str)
     questions, seen = [], Counter()
     for batch in rows.select_columns(columns).iter(BATCH):
         for question in map(source.read, batch.to_pylist()):
@@ -400,7 +401,7 @@ SOURCES = {
         kind="math",
         path="DigitalLearningGmbH/MATH-lighteval",
         columns={"problem": str, "solution": str},
-        read=lambda row: asked(None, row["problem"], verify.boxed(row["solution"] or "")),
+        read=lambda row: asked(None, row["problem"], equality.boxed(row["solution"] or "")),
         train="train",
         test="test",
         apart=("math500",),

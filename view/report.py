@@ -1,17 +1,16 @@
 """One HTML page of a run directory: curves of every metric, samples with their credit, settings. It opens from disk, without a network.
 
-The page is report.html, a template, with the run's data in it as JSON. The template's script makes text of what models and tools wrote, never
+The page is html, a template, with the run's data in it as JSON. The template's script makes text of what models and tools wrote, never
 markup. Size is bounded: curves by points, samples by a budget in bytes that the steps share.
 """
 
 import ast
 import json
-import re
 import statistics
 import time
 from pathlib import Path
 
-from common import show
+from view import metrics, show
 
 POINTS = 600  # of a curve; of longer ones each point is a mean over neighbours
 SAMPLE_BYTES = 4_300_000  # all samples together, so that the page stays below 5 MB
@@ -27,18 +26,18 @@ def write(folder, path):
         raise SystemExit(
             f"{folder}: not a run directory, or nothing to report yet: no metrics.jsonl, no samples.jsonl."
         )
-    metrics = read_metrics(files[0]) if files[0].is_file() else []
+    lines = read_metrics(files[0]) if files[0].is_file() else []
     blocks, left_out = samples(files[1]) if files[1].is_file() else ([], 0)
     args = as_json(folder / "args.json")
     changed = max(file.stat().st_mtime for file in files if file.is_file())
     data = {
         "name": folder.resolve().name,
         "changed": time.strftime("%Y-%m-%d %H:%M", time.localtime(changed)),
-        "step": max([line["step"] for line in metrics] + [block["step"] for block in blocks], default=0),
+        "step": max([line["step"] for line in lines] + [block["step"] for block in blocks], default=0),
         "steps": args.get("steps"),
-        "seconds": [line["time/step"] for line in metrics if line.get("time/step")],
-        "table": table(metrics),
-        "curves": curves(metrics),
+        "seconds": [line["time/step"] for line in lines if line.get("time/step")],
+        "table": table(lines),
+        "curves": curves(lines),
         "blocks": blocks,
         "left_out": left_out,
         "args": arguments(folder, args),
@@ -75,28 +74,28 @@ def read_metrics(path):
     return [line for _, line in sorted({line["step"]: line for line in show.stream(path)}.items())]
 
 
-def table(metrics):
+def table(lines):
     """(name, first, last, step of the last) of what is measured before and after training."""
     rows = []
     for name, key in show.TABLE:
-        points = measured(metrics, key)
+        points = measured(lines, key)
         if points:
             rows.append((name, points[0][1], points[-1][1], points[-1][0]))
     return rows
 
 
-def measured(metrics, key):
-    return [(line["step"], line[key]) for line in metrics if line.get(key) is not None]
+def measured(lines, key):
+    return [(line["step"], line[key]) for line in lines if line.get(key) is not None]
 
 
-def curves(metrics):
+def curves(lines):
     """[(group, panels)]: every metric that was measured, evaluation first, then in the order of the file."""
-    groups, meanings = {"eval": []}, meaning_of_metrics()
-    for key in dict.fromkeys(key for line in metrics for key in line if key != "step"):
-        points, size = thin(measured(metrics, key))
+    groups = {"eval": []}
+    for key in dict.fromkeys(key for line in lines for key in line if key != "step"):
+        points, size = thin(measured(lines, key))
         if points:
             group = key.partition("/")[0] if "/" in key else ""
-            panel = {"key": key, "meaning": meanings.get(key, ""), "points": points, "mean_of": size}
+            panel = {"key": key, "meaning": metrics.hint(key), "points": points, "mean_of": size}
             groups.setdefault(group, []).append(panel)
     groups["run"] = groups.pop("", [])  # what belongs to no group, at the end
     return [(group, panels) for group, panels in groups.items() if panels]
@@ -109,26 +108,16 @@ def thin(points):
     return [(part[-1][0], float(f"{statistics.fmean(value for _, value in part):.6g}")) for part in parts], size
 
 
-def meaning_of_metrics():
-    """What docs/metrics.md says of each key, as a hint for the reader of a curve."""
-    file = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    rows = [
-        [cell.strip(" `") for cell in re.split(r"(?<!\\)\|", line)[1:5]] for line in text.splitlines() if "|" in line
-    ]
-    titles = ("", "healthy: ", "else: ")
-    return {row[0]: "\n".join(t + c for t, c in zip(titles, row[1:]) if c).replace("\\|", "|") for row in rows if row}
-
-
 # ---- settings
 
 
 def arguments(folder, args):
-    """(name, value, default, meaning) of each argument; the last two come from the run's copy of its script, None where they are not found."""
+    """(name, value, default, meaning) of each argument; the last two come from the run's copy of its code, None where they are not found."""
     known = {}
-    for script in folder.glob("*.py"):
-        for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef) and node.name == "Args":
+    # The script comes last: its defaults count where it declares a shared argument again.
+    for file in filter(Path.is_file, (folder / "common" / "args.py", *folder.glob("*.py"))):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and node.name in ("Sampling", "Shared", "Args"):
                 for item, after in zip(node.body, [*node.body[1:], None]):
                     if isinstance(item, ast.AnnAssign) and isinstance(item.value, ast.Constant):
                         text = after.value.value if isinstance(after, ast.Expr) else ""

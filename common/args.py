@@ -1,0 +1,233 @@
+"""The command line: the flags that the scripts share, their limits, and parsing with presets and --resume."""
+
+import dataclasses
+import importlib.util
+import json
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from common import run
+from common.models import EMBEDDED
+
+
+@dataclass
+class Sampling:
+    """The flags of everything that samples: training scripts and eval.py."""
+
+    # ---- data
+    model: str = "Qwen2.5-3B"
+    """a folder, a hub id, a short name such as Qwen2.5-7B-Instruct, or an embedded model: tiny, tiny-math, smollm2"""
+    adapter: str = ""
+    """start from this LoRA adapter instead of a fresh one; it keeps its own rank and scale"""
+    task: str = "hotpotqa"
+    """a data set (docs/data.md), tiny_search, tiny_math, reasoning_gym:<name>, or a JSONL file of {"question", "answers"} lines"""
+    task_kind: Literal["search", "math"] = "search"
+    """of a JSONL file: search (with --corpus or --retriever; exact match) or math (with Python; answers compared by value)"""
+    corpus: str = ""
+    """JSONL file of documents {"id", "title", "text"} to search in"""
+    retriever: str = ""
+    """search with a server instead of a corpus: the address of a Search-R1 compatible one, such as http://127.0.0.1:8000/retrieve,
+    or llm:<OpenAI-compatible address>#<model>, a language model that plays the search engine (ZeroSearch)"""
+    topk: int = 3
+    """documents a search returns"""
+    limit: int = 0
+    """train on the first so many questions only (0: all)"""
+    eval_questions: int = 200
+    """held-out questions"""
+    # ---- protocol
+    shots: int = 0
+    """worked examples in the prompt, at most 2: for models that do not know the tags"""
+    template: Literal["auto", "on", "off"] = "auto"
+    """put the prompt through the tokenizer's chat template (auto: when it has one)"""
+    protocol: Literal["tags", "chat"] = "tags"
+    """how a tool is called: by tags in the text, or as the model's own chat template has it"""
+    tools: Literal["on", "off"] = "on"
+    """whether the model has a tool; off: it answers by itself"""
+    answer: Literal["tags", "boxed"] = "tags"
+    """where its answer stands: in <answer> tags, or in \\boxed{} as in most work on mathematics"""
+    context: Literal["full", "strip_think", "window"] = "full"
+    """what of its earlier turns the model sees again: all, all but its thinking, or the last --window turns"""
+    window: int = 2
+    """turns that --context window keeps"""
+    # ---- rollout
+    max_turns: int = 5
+    """generations per trajectory; the last one runs no tool"""
+    max_turn_tokens: int = 512
+    """tokens per generation"""
+    max_observation_tokens: int = 512
+    """tokens per tool output, its tags included"""
+    max_context: int = 4096
+    """tokens of context and generation together; a trajectory that reaches it ends"""
+    temperature: float = 1.0
+    """of sampling; log-probabilities are taken at the same temperature"""
+    tool_workers: int = 16
+    """tool calls at once (0: one after the other, without a time limit)"""
+    tool_timeout: float = 30.0
+    """seconds until a tool call is given up"""
+    unsafe_python: bool = False
+    """run the model's Python where no sandbox works; limits on time, memory and output remain"""
+    # ---- engine and run
+    load_4bit: bool = False
+    """NF4 base (bitsandbytes) in trainer and engine"""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """of the base (auto: bfloat16 on a GPU, float32 on a CPU)"""
+    gpu_memory: float = 0.5
+    """share of a GPU's memory for the engine while it is awake"""
+    out: str = ""
+    """run directory (default: out/<script>-<model>-<task>-s<seed>)"""
+    resume: bool = False
+    """go on with the run in that directory where it stopped; what is not given here is as it was"""
+    seed: int = 1
+    """of adapter, data order and sampling"""
+
+
+@dataclass
+class Shared(Sampling):
+    """The flags of a training script that it does not read itself: they go to the engine, the policy, the log and the checkpoints."""
+
+    # ---- run
+    save_every: int = 50
+    """steps between checkpoints (0: only at the end); an evaluation better than all before it is saved too"""
+    keep: int = 1
+    """checkpoints kept: the last so many (0: all), and always the best by held-out exact match"""
+    wandb: bool = False
+    """mirror metrics to Weights & Biases"""
+    tensorboard: bool = False
+    """mirror metrics to TensorBoard files in the run directory"""
+    dry_run: bool = False
+    """load the task, print the memory plan and the first prompt, and stop: no model is loaded"""
+    sleep: Literal["full", "kv", "none"] = "full"
+    """while training the engine parks its weights and frees its KV pages (full), frees the pages (kv), or keeps all (none)"""
+    # ---- optimisation
+    lr: float = 1e-5
+    """learning rate of the LoRA weights (ours; the papers' 1e-6 is for full fine-tuning)"""
+    optim: Literal["adamw", "adamw_8bit"] = "adamw"
+    """optimizer"""
+    grad_clip: float = 1.0
+    """largest gradient norm, over all ranks (0: no limit)"""
+    grad_checkpoint: bool = False
+    """recompute activations in the backward pass: less memory, more time"""
+    lora_rank: int = 32
+    """rank of the adapter"""
+    lora_alpha: float = 64
+    """scale of the adapter, divided by its rank"""
+
+
+LIMITS = (  # argument, what must hold, what is said otherwise
+    ("group", lambda v: v >= 2, "a group needs at least 2 trajectories to compare"),
+    ("temperature", lambda v: v > 0, "sampling needs more than 0; evaluation is greedy by itself"),
+    ("questions", lambda v: v >= 1, "at least one question a step"),
+    ("steps", lambda v: v >= 1, "at least one step"),
+    ("max_turns", lambda v: v >= 1, "at least one generation"),
+    ("max_turn_tokens", lambda v: v >= 1, "at least one token a generation"),
+    ("max_observation_tokens", lambda v: v >= 16, "16 at least, the tags need most of them"),
+    ("lora_rank", lambda v: 1 <= v <= 512, "the engine takes adapters of rank 1 to 512"),
+    ("lora_alpha", lambda v: v > 0, "more than 0, or the adapter has no effect"),
+    ("top_p", lambda v: 0 < v <= 1, "a share of the probability, 1 for all of it"),
+    ("samples", lambda v: v >= 0, "0 (greedy only) or a number of trajectories per question"),
+    ("window", lambda v: v >= 1, "the last turn at least"),
+    ("shots", lambda v: 0 <= v <= 2, "there are 2 worked examples"),
+    ("epochs", lambda v: v >= 1, "at least one"),
+    ("minibatches", lambda v: v >= 1, "at least one"),
+    ("topk", lambda v: v >= 1, "at least one document a search"),
+    ("limit", lambda v: v >= 0, "0 (all) or a number of questions"),
+    ("gpu_memory", lambda v: 0 < v < 1, "a share between 0 and 1"),
+    ("tool_timeout", lambda v: v > 0, "more than 0 seconds"),
+    ("tool_workers", lambda v: v >= 0, "0 (one after the other) or a number of threads"),
+    ("eval_every", lambda v: v >= 0, "0 (only before and after) or a number of steps"),
+    ("save_every", lambda v: v >= 0, "0 (only at the end) or a number of steps"),
+    ("keep", lambda v: v >= 0, "0 (all) or a number of checkpoints"),
+    ("eval_questions", lambda v: v >= 1, "at least one: evaluation before and after is part of every run"),
+)
+# What may differ when a run is resumed: it changes where and how fast the run goes on, and not what is sampled or trained.
+MAY_CHANGE = (
+    *("out", "resume", "steps", "save_every", "keep", "eval_every", "retriever", "tool_workers", "tool_timeout"),
+    *("micro_tokens", "grad_checkpoint", "sleep", "gpu_memory", "wandb", "tensorboard", "dry_run"),
+)
+
+
+def parse_args(Args, argv=None):
+    """The script's arguments by tyro. What is not given comes from the embedded model's preset or, with --resume, from the run itself.
+
+    Raises SystemExit for what cannot work.
+    """
+    import tyro
+
+    # Both are read when the library is first imported; else they warn of NUMA nodes and of an optional kernel in every run.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    argv = sys.argv[1:] if argv is None else argv
+    model = next((f.default for f in dataclasses.fields(Args) if f.name == "model"), "")
+    for i, word in enumerate(argv):
+        if word == "--model" and i + 1 < len(argv):
+            model = argv[i + 1]
+        elif word.startswith("--model="):
+            model = word.removeprefix("--model=")
+    fields = {f.name for f in dataclasses.fields(Args)}
+    description = (sys.modules[Args.__module__].__doc__ or "").partition("\n")[0]
+    preset = EMBEDDED[model].preset if model in EMBEDDED else {}
+    preset = {name: value for name, value in preset.items() if name in fields}
+    options = dict(args=argv, use_underscores=True, description=description)
+    args = tyro.cli(Args, default=Args(**preset), **options)
+    if getattr(args, "resume", False):
+        folder = run.directory(args)
+        begun = begun_with(Args, folder)
+        args = tyro.cli(Args, default=dataclasses.replace(begun, out=str(folder)), **options)
+        changed = [
+            f"--{name} {getattr(begun, name)!r} -> {value!r}"
+            for name, value in vars(args).items()
+            if name not in MAY_CHANGE and value != getattr(begun, name)
+        ]
+        if changed:
+            raise SystemExit(f"--resume: {folder} would not go on as it began: {', '.join(changed)}. Leave these out.")
+    check(args)
+    return args
+
+
+def begun_with(Args, folder):
+    """The arguments the run in `folder` was started with. Raises SystemExit when there is none to go on with."""
+    if (folder / "common").is_dir() and not (folder / "tasks").is_dir():
+        raise SystemExit(
+            f"--resume: {folder} was begun by an older version, whose checkpoints this one cannot continue. Resume it with the "
+            "version of its environment.json, or start anew with another --out."
+        )
+    try:
+        begun = json.loads((folder / "args.json").read_text())
+        return Args(**begun)
+    except (OSError, ValueError):
+        raise SystemExit(
+            f"--resume: no run in {folder}. Start it without --resume, or name its directory with --out."
+        ) from None
+    except TypeError:
+        unknown = sorted(set(begun) - {f.name for f in dataclasses.fields(Args)})
+        raise SystemExit(
+            f"--resume: {folder} was begun by another script or version: it has --{' --'.join(unknown)}."
+        ) from None
+
+
+def check(args):
+    """What can be known to be wrong before anything heavy is loaded, each with a way out. Looks at the fields the script has."""
+    given = vars(args)
+    for name, right, why in LIMITS:
+        if name in given and not right(given[name]):
+            raise SystemExit(f"--{name} {given[name]}: {why}.")
+    missing = [name for name in ("wandb", "tensorboard") if given.get(name) and not importlib.util.find_spec(name)]
+    if missing:
+        raise SystemExit(f"--{' --'.join(missing)}: not installed: .venv/bin/pip install {' '.join(missing)}")
+    if given.get("minibatches", 1) > given.get("questions", 1):
+        raise SystemExit(
+            f"--minibatches {args.minibatches}: no more than --questions ({args.questions}), whose groups they share."
+        )
+    if given.get("load_4bit") and given.get("dtype") == "float32":
+        raise SystemExit("--load_4bit computes in bfloat16: leave --dtype out.")
+    if args.adapter and not args.resume and not (Path(args.adapter) / "adapter_config.json").exists():
+        raise SystemExit(f"--adapter {args.adapter}: no adapter_config.json there.")
+    if not args.task:
+        raise SystemExit(
+            "--task is missing: tiny_search or tiny_math (embedded), reasoning_gym:<name>, or a file questions.jsonl together with "
+            "--corpus documents.jsonl or --retriever http://host:port/retrieve, or with --task_kind math."
+        )

@@ -1,0 +1,78 @@
+"""Token log-probabilities from hidden states, in chunks, and attention over packed segments."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as attend
+from transformers import AttentionInterface
+
+MOMENTS = ("entropy", "squares")  # what token_logps can measure besides: entropy in nats, sum of squared probabilities
+
+
+def chunk_tokens(vocabulary: int, cuda: bool) -> int:
+    """Return how many tokens' logits are in memory at once."""
+    return max(16, 2 ** (27 if cuda else 24) // vocabulary)
+
+
+class _TokenLogps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, ids, temperature, moments):
+        n, needed = len(ids), ctx.needs_input_grad[0]
+        logps = torch.empty(n, device=hidden.device)
+        measured = {name: torch.empty_like(logps) for name in moments}
+        slope = torch.empty_like(hidden) if needed else None
+        chunk = chunk_tokens(len(weight), hidden.is_cuda)
+        for i in range(0, n, chunk):
+            part = slice(i, i + chunk)
+            logits = (hidden[part] @ weight.T).float().div_(temperature)
+            log_p = logits.sub_(logits.logsumexp(-1, keepdim=True))
+            logps[part] = log_p.gather(-1, ids[part, None])[:, 0]
+            if needed or moments:
+                p = log_p.exp()
+            if "entropy" in moments:
+                measured["entropy"][part] = -(p * log_p).sum(-1)
+            if "squares" in moments:
+                measured["squares"][part] = p.square().sum(-1)
+            if needed:
+                slope[part] = (weight[ids[part]] - p.to(weight.dtype) @ weight) / temperature
+            logits = log_p = p = None  # else they live on while the next chunk is made
+        ctx.save_for_backward(slope)
+        ctx.mark_non_differentiable(*measured.values())
+        return logps, *measured.values()
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        (slope,) = ctx.saved_tensors
+        return slope * grad[:, None].to(slope.dtype), None, None, None, None
+
+
+def token_logps(
+    hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, moments: Sequence[str] = ()
+) -> tuple[Tensor, ...]:
+    """Return float32 log-probabilities (N,) of ids (N,) under softmax(hidden @ weight.T / temperature), then the `moments` (N,) asked for.
+
+    Works in chunks of tokens: the [N, V] matrix never exists. The output layer is frozen, so the gradient for a token's hidden state,
+    weight[id] - softmax @ weight, is computed in the forward pass and nothing is computed twice.
+    """
+    return _TokenLogps.apply(hidden, weight, ids, temperature, tuple(moments))
+
+
+# ---- attention over segments
+
+
+def register_segment_attention() -> None:
+    """Make attn_implementation="segments" known to transformers."""
+    AttentionInterface.register("segments", segment_attention)
+
+
+def segment_attention(module, query, key, value, attention_mask, scaling=None, segments=None, **kwargs):
+    """Compute exact causal attention within each packed segment, without an n^2 mask.
+
+    query, key, value (1, heads, T, head_dim); segments: [(start, end), ...] that cover T in order. Returns (1, T, heads, head_dim).
+    """
+    outputs = []
+    for start, end in segments:
+        q, k, v = (x[:, :, start:end] for x in (query, key, value))
+        outputs.append(attend(q, k, v, is_causal=True, scale=scaling, enable_gqa=True))
+    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None

@@ -1,0 +1,197 @@
+"""The chat protocol: tools, calls and outputs as the model's own chat template writes them.
+
+The template is asked for the first context, and, once at the start, for what it puts between the messages; it is never applied to
+what was sampled.
+"""
+
+import json
+import re
+
+from common import ranks, run
+from common.environment import Action
+from tasks.tags import Tags, _boxed
+from tasks.templates import (
+    ASKED,
+    CALLED,
+    REFUSED,
+    SAID,
+    THOUGHT,
+    cleaned,
+    end_ids,
+    harmless,
+    marks,
+    message,
+    render,
+    thinks,
+)
+from tasks.thinking import spoken
+from tasks.wordings import wording
+
+HEARD = 'the first line\n"the second"'  # with what JSON would escape
+
+
+class Chat:
+    """Calls, outputs and answers as messages of the model's own chat template; same attributes and methods as Tags.
+
+    Two forms of calls are known, and the template shows which one is the model's: <tool_call>{"name", "arguments"}</tool_call> in a
+    message (Qwen), or a message that is {"name", "parameters"} (Llama 3). The answer stands in <answer> tags. Raises SystemExit for a
+    template that does not show the model its tool and what it answers.
+    """
+
+    def __init__(self, args, tokenizer, tool, examples=()):
+        if not tool:
+            raise SystemExit("--protocol chat is about calling a tool; --tools off goes with --protocol tags.")
+        self.boxed = args.answer == "boxed"
+        self.thinks = thinks(tokenizer)
+        self.tokenizer, self.tool, self.words = tokenizer, tool, wording(tool, self.boxed, self.thinks)
+        self.limit, self.invalid_message = args.max_observation_tokens, self.words.chat_invalid
+        self.stop_ids = end_ids(tokenizer)
+        self.ends = [end for end in map(tokenizer.decode, self.stop_ids) if end]
+        parameter, meaning = self.words.parameter
+        properties = {parameter: {"type": "string", "description": meaning}}
+        function = {"name": tool, "description": self.words.description}
+        function["parameters"] = {"type": "object", "properties": properties, "required": [parameter]}
+        self.schema = {"type": "function", "function": function}
+        if not tokenizer.chat_template:
+            raise SystemExit("--protocol chat: this model has no chat template; --protocol tags needs none.")
+        if args.template == "off":
+            raise SystemExit("--protocol chat needs the chat template that --template off leaves out: --template auto.")
+        if examples:
+            raise SystemExit("--shots: the worked examples are written in tags; --protocol chat goes with --shots 0.")
+        try:
+            self._learn()
+            note = self._habit(args.context)
+        except Exception as error:  # whatever a template does with a message that it does not expect
+            what = " ".join(str(error).split()) or type(error).__name__
+            raise SystemExit(
+                f"--protocol chat: this model's chat template is no way to use a tool ({what}): --protocol tags needs none."
+            ) from None
+        if note and ranks.rank() == 0:
+            run.notice(f"chat template: {note}")
+
+    # -- what the template writes
+
+    def _render(self, *messages, generation=False):
+        return render(self.tokenizer, self._first(ASKED) + list(messages), generation, tools=[self.schema])
+
+    def _first(self, text):
+        return [message("system", self.words.chat_system), message("user", text.strip())]
+
+    def _call(self, thought=""):
+        content = f"<think>\n{thought}\n</think>\n\n" if thought else ""
+        function = {"name": self.tool, "arguments": {self.words.parameter[0]: CALLED}}
+        return message("assistant", content, tool_calls=[{"type": "function", "function": function}])
+
+    def _learn(self):
+        """Find what the template writes between a call and its output, and from there to the next generation. Raises ValueError."""
+        prompt, bare = self._render(generation=True), self._render()
+        if self.words.description not in prompt:
+            raise ValueError("it leaves the tools out")
+        text = self._render(self._call(), message("tool", HEARD, name=self.tool), generation=True)
+        if not (prompt.startswith(bare) and text.startswith(bare)):
+            raise ValueError("it writes the first messages otherwise when others follow")
+        quoted = json.dumps(HEARD, ensure_ascii=False)[1:-1]
+        self.quotes = HEARD not in text and quoted in text
+        call, self.around = self._between(text, CALLED, quoted if self.quotes else HEARD)
+        start = text[len(prompt if text.startswith(prompt) else bare) : text.index(CALLED)]
+        self.tagged = "<tool_call>" in start
+        if self.parse(start + CALLED + call) != Action(self.tool, CALLED):
+            raise ValueError("it writes calls in a form that is not known here")
+        said = self._render(message("assistant", SAID), message("user", REFUSED), generation=True)
+        _, self.around_invalid = self._between(said, SAID, REFUSED)
+        # As in Tags: a complete call or answer ends a generation, and so does the tag that opens an output, where there are tags.
+        self.stop = (
+            ["</answer>"] * (not self.boxed) + ["</tool_call>"] * self.tagged + re.findall(r"<\w+>", self.around[0])
+        )
+        self.marks = marks(self.tokenizer, *self.around)
+        longest = max(len(self._encode("".join(around))) for around in (self.around, self.around_invalid))
+        if longest >= self.limit:
+            raise SystemExit(
+                f"--max_observation_tokens {self.limit}: the chat template alone takes {longest} tokens around an output."
+            )
+
+    def _between(self, text, said, heard):
+        """(rest of the message with `said`, (from its end token to `heard`, what follows `heard`))."""
+        before, found, after = text.partition(said)[2].partition(heard)
+        places = [before.index(end) for end in self.ends if end in before]
+        if not found or not places:
+            raise ValueError(
+                "it leaves out what a tool answers" if not found else "its messages have no known end token"
+            )
+        return before[: min(places)], (before[min(places) :], after)
+
+    def _habit(self, context):
+        """A line about how the template would show earlier turns, where that is not how --context shows them; else None."""
+        heard, refused = message("tool", HEARD, name=self.tool), message("user", REFUSED)
+        turns = [self._call(), heard]
+        if not self._render(*turns, *turns).startswith(self._render(*turns)):
+            return f"it rewrites earlier turns in a way of its own; here they are shown as --context {context} says"
+        turns = [self._call(THOUGHT), heard]
+        if THOUGHT not in self._render(*turns, self._call(), heard):
+            same, habit = "strip_think", "it leaves out the thinking of earlier turns"
+        else:
+            same, habit = "full", "it keeps the thinking of earlier turns"
+            if THOUGHT not in self._render(*turns, message("assistant", SAID), refused):
+                habit += " until a user message follows (here: after an invalid action)"
+        if same != context:
+            return f"{habit}, as --context {same} does; here they are shown as --context {context} says"
+        return f"{habit}; --context full keeps it for good" if "until" in habit else None
+
+    def _encode(self, text):
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    # -- as Tags
+
+    def prompt_ids(self, text):
+        """Ids of the first context, tools included."""
+        return self._encode(render(self.tokenizer, self._first(text), True, tools=[self.schema]))
+
+    thinks_on = Tags.thinks_on
+
+    def parse(self, text):
+        """The action in a generation's own text outside its thinking, or None. In the tagged form the first complete call or answer
+        counts; a message that is a call holds nothing else."""
+        text = "" if self.thinks_on(text) else spoken(text)
+        if not self.tagged:
+            whole = text.strip()
+            for end in self.ends:
+                whole = whole.removesuffix(end)
+            whole = whole.strip().removeprefix("<|python_tag|>").strip()
+            if whole.startswith("{"):
+                return self._called(whole)
+        names = "tool_call" if self.boxed else "tool_call|answer"
+        found = re.search(rf"<({names})>((?:(?!<\1>).)*?)</\1>", text, re.DOTALL)
+        if not found and self.boxed:
+            return _boxed(text)
+        if found and found[1] == "answer":
+            return Action(None, found[2].strip())
+        return self._called(found[2]) if found and self.tagged else None
+
+    def _called(self, text):
+        try:
+            call = json.loads(text)
+            given = call["arguments" if "arguments" in call else "parameters"][self.words.parameter[0]]
+            if call["name"] != self.tool or not isinstance(given, str):
+                return None
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+        # JSON can hold half a surrogate pair, which no file and no tokenizer takes.
+        return Action(self.tool, cleaned(self.tool, given.encode(errors="replace").decode()))
+
+    def observation(self, output, tool):
+        """(the output as the model is shown it, ids from the end of the model's message to its next one): cut to the limit."""
+        head, tail = self.around if tool else self.around_invalid
+        output, quotes = harmless(output, self.marks), self.quotes and tool
+        body = json.dumps(output, ensure_ascii=False)[1:-1] if quotes else output
+        ids = self._encode(head + body + tail)
+        if len(ids) <= self.limit:
+            return output, ids
+        body = self._encode(body)
+        for room in range(self.limit - len(self._encode(head + tail)), -1, -1):
+            shown = self.tokenizer.decode(body[:room]).rstrip("\ufffd")  # no half a character
+            if quotes:  # and no half an escape sequence
+                shown = re.match(r"(?:[^\\]|\\u.{4}|\\[^u])*", shown, re.DOTALL)[0]
+            ids = self._encode(head + shown + tail)
+            if len(ids) <= self.limit:
+                break
+        return json.loads(f'"{shown}"') if quotes else shown, ids

@@ -1,0 +1,88 @@
+"""JSONL files of questions."""
+
+import json
+import random
+
+from common.turns import Question
+from tasks.scores import normalise
+
+TEST = 500  # questions of a file that are kept for eval.py
+
+
+def read_question(line, number, normal=normalise):
+    """A Question of one line (bytes) of a file; its number becomes info["line"]. Raises ValueError saying what is wrong with it.
+
+    normal: the form in which some gold must not be empty.
+    """
+    try:
+        item = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 (byte {error.start + 1}: {error.reason})") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON (column {error.colno}: {error.msg})") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(item, dict):
+        raise ValueError('not an object {"question": ..., "answers": [...]}')
+    for key in ("question", "answers"):
+        if key not in item:
+            raise ValueError(f"{key} is missing; it has {', '.join(item) or 'nothing'}")
+    text, golds, name = item["question"], item["answers"], item.get("id")
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError("question must be a string that is not empty")
+    if not isinstance(golds, list) or not golds or not all(isinstance(gold, str) and gold.strip() for gold in golds):
+        raise ValueError("answers must be a list of strings that are not empty")
+    if not any(map(normal, golds)):  # one alias may be, such as "the"
+        raise ValueError("no answer is left after normalisation")
+    if any("\ud800" <= c <= "\udfff" for c in "".join((text, *golds))):
+        raise ValueError("question and answers must be valid Unicode: half of a surrogate pair cannot be encoded")
+    return Question(f"line-{number}" if name is None else str(name), text, golds, info={"line": number})
+
+
+def read_questions(path, normal=normalise):
+    """Questions of a JSONL file of {"question", "answers"[, "id"]}. Raises SystemExit naming file and line of the first bad one."""
+    questions, seen = [], {}  # id -> line
+    try:
+        lines = open(path, "rb")  # decoded line by line, to name the one that is not UTF-8
+    except OSError as error:
+        raise SystemExit(f"--task {path}: {error.strerror}") from None
+    with lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip(b"\xef\xbb\xbf \t\r\n"):
+                continue
+            try:
+                question = read_question(line, number, normal)
+                if question.id in seen:
+                    raise ValueError(f"id {question.id} occurs twice: in line {seen[question.id]} too")
+            except ValueError as error:
+                raise SystemExit(f"{path}, line {number}: {error}") from None
+            seen[question.id] = number
+            questions.append(question)
+    if not questions:
+        raise SystemExit(f"{path}: no questions")
+    return questions
+
+
+def words(text):
+    """A text with single spaces. For mathematics, where signs and case matter."""
+    return " ".join(text.split())
+
+
+def split(questions, held_out, key=normalise):
+    """(train, held-out, test): fixed pseudo-random parts of a file; `held_out` questions and TEST, but at most a quarter of the file each.
+
+    The test questions do not depend on `held_out`. No question text is in two of them, texts of the same key being the same.
+    """
+    order = sorted(questions, key=lambda q: random.Random(q.text).random())
+    quarter = max(1, len(order) // 4)
+    parts, taken = [], set()
+    for count, candidates in ((TEST, order[::-1]), (held_out, order)):
+        parts.insert(0, [q for q in candidates if key(q.text) not in taken][: min(count, quarter)])
+        taken |= {key(q.text) for q in parts[0]}
+    train = [q for q in questions if key(q.text) not in taken]
+    if not train:
+        raise SystemExit(
+            f"{len(questions)} question(s) are too few: at least 3 of different text are needed, one each to train on, to "
+            "evaluate on while training, and to test on."
+        )
+    return train, *parts
