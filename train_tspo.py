@@ -97,14 +97,30 @@ def normalise(values, std):
     return [c / (deviation + 1e-6) for c in centered]
 
 
+def golds_to_find(question, trivial_golds):
+    """Return (golds in normal form that count as found, the trivial ones of them): yes, no, and golds that the question itself holds."""
+    text = scores.normal_form(question.text)
+    golds = {gold for gold in map(scores.normal_form, question.golds) if gold}
+    trivial = {gold for gold in golds if gold in ("yes", "no") or f" {gold} " in f" {text} "}
+    return sorted(golds - trivial) + sorted(trivial if trivial_golds == "count" else ()), trivial
+
+
 def first_occurrence(trajectory, golds, match):
-    """(turn, gold): the first turn whose tool output holds a gold, and which; (None, None) where none does. All in normal form."""
+    """Return (turn, gold): the first turn whose tool output holds a gold, and which one; (None, None) where none does."""
     edge = {"substring": "", "word": " "}[match]
     for k, turn in enumerate(trajectory.turns):
-        text = edge + scores.normalise(documents_in(turn.tool_output)) + edge
+        text = edge + scores.normal_form(documents_in(turn.tool_output)) + edge
         if turn.tool_status == "ok" and (held := [gold for gold in golds if edge + gold + edge in text]):
             return k, held[0]
     return None, None
+
+
+def folr(trajectory, hit, args):
+    """Return one reward per turn: --folr_alpha for the turn of the first occurrence (upto: and those before it), else 0."""
+    turns = range(len(trajectory.turns))
+    if hit is None:
+        return [0.0 for _ in turns]
+    return [args.folr_alpha * (k == hit or (k < hit and args.folr_scope == "upto")) for k in turns]
 
 
 def normalise_turns(values_GK, norm_set, std):
@@ -125,30 +141,28 @@ def compute_advantages(group, args):
     """adv_GK: GRPO's where an answer was right; where all are wrong, first-occurrence rewards compared turn by turn.  TSPO sec. 3"""
     adv_G = normalise([t.outcome for t in group.trajectories], args.adv_std)
     adv_GK = [[adv] * len(t.turns) for adv, t in zip(adv_G, group.trajectories)]
-    question = scores.normalise(group.question.text)
-    golds = [gold for gold in map(scores.normalise, group.question.golds) if gold]
-    trivial = {gold for gold in golds if gold in ("yes", "no") or f" {gold} " in f" {question} "}
-    golds = sorted(set(golds) - trivial) + sorted(trivial if args.trivial_golds == "count" else ())
+    golds, trivial = golds_to_find(group.question, args.trivial_golds)
     hits = [first_occurrence(t, golds, args.match) for t in group.trajectories]
     all_wrong = max(t.outcome for t in group.trajectories) <= 0  # by outcome alone: FOLR does not make an answer right
     if all_wrong or args.turn_level == "all":
-        reached = {"at": lambda k, hit: k == hit, "upto": lambda k, hit: k <= hit}[args.folr_scope]
-        reward_GK = [
-            [args.folr_alpha * (hit is not None and reached(k, hit)) for k in range(len(t.turns))]
-            for t, (hit, _) in zip(group.trajectories, hits)
-        ]
+        reward_GK = [folr(t, hit, args) for t, (hit, _) in zip(group.trajectories, hits)]
         turn_GK = normalise_turns(reward_GK, args.norm_set, args.adv_std)
         adv_GK = [[a + b for a, b in zip(*both)] for both in zip(adv_GK, turn_GK)]
+    return adv_GK, folr_stats(group, hits, trivial, float(any(map(any, adv_GK))) if all_wrong else None, args)
+
+
+def folr_stats(group, hits, trivial, revived, args):
+    """Return numbers to log: how often, where and by what golds near misses were found."""
     found = [gold for _, gold in hits if gold]
     stats = {
         "near_miss": fmean(t.outcome <= 0 and hit is not None for t, (hit, _) in zip(group.trajectories, hits)),
-        "revived": float(any(map(any, adv_GK))) if all_wrong else None,
+        "revived": revived,
         "trivial_hits": fmean(gold in trivial for gold in found) if found else None,
         "short_hits": fmean(len(gold) <= 3 for gold in found) if found else None,
     }
     for k in range(args.max_turns):
         stats[f"hit_turn_{k + 1}"] = fmean(hit == k for hit, _ in hits)
-    return adv_GK, stats
+    return stats
 
 
 def prepare(batch, policy, args):

@@ -58,7 +58,7 @@ class AdapterStore:
     def save(self, policy, version):
         """All ranks together: one rank per node writes, none goes on before it is there, and the version before the last is deleted."""
         if ranks.local_rank() == 0:
-            run.patiently(f"adapter {version} in {self.folder}", lambda: policy.save_adapter(self.path(version)))
+            run.retry_write(f"adapter {version} in {self.folder}", lambda: policy.save_adapter(self.path(version)))
             self.versions.append(version)
             while len(self.versions) > 2:  # the one before may not have been loaded yet by a slower rank
                 shutil.rmtree(self.path(self.versions.popleft()), ignore_errors=True)

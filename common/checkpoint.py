@@ -78,8 +78,8 @@ class Saver:
         with self.lock:
             if self.state and self.state[0] != self.written:
                 step, best, adapter, state = self.state
-                run.patiently(f"the checkpoint of step {step}", lambda: self._write(step, adapter, state))
-                run.patiently(f"the links to the checkpoint of step {step}", lambda: self._tidy(best))
+                run.retry_write(f"the checkpoint of step {step}", lambda: self._write(step, adapter, state))
+                run.retry_write(f"the links to the checkpoint of step {step}", lambda: self._tidy(best))
 
     def _write(self, step, adapter, state):
         target, beside = self.folder / f"step-{step}", self.folder / "unfinished"

@@ -11,42 +11,42 @@ import time
 
 from common import ranks
 
-ENDINGS = []  # what is done before the process ends
-FINISHING, STOPPING = threading.Lock(), threading.Event()
+CALLBACKS = []  # what is done before the process ends
+EXITING, STOPPING = threading.Lock(), threading.Event()
 
 
 def at_end(action):
     """Have `action()` called when the process ends, in whatever way but kill -9, the latest given first. It may be called from another
     thread; what it returns is said."""
-    ENDINGS.insert(0, action)
+    CALLBACKS.insert(0, action)
     atexit.register(action)
 
 
-def finish(code, text=None):
+def exit_now(code, text=None):
     """End this process at once: say why, do what at_end was given, leave. The main thread may hang in a collective: it is not asked.
 
     Nothing may keep it from leaving: where the terminal or the reader of a pipe is gone, every word is an error.
     """
-    if not FINISHING.acquire(blocking=False):
+    if not EXITING.acquire(blocking=False):
         threading.Event().wait()  # another thread is at it
     STOPPING.set()
     try:
         if text:
-            _tell(text)
-        for action in ENDINGS:
+            _write_stderr(text)
+        for action in CALLBACKS:
             try:
                 said = action()
             except Exception as error:
                 said = f"while the run ended: {error!r}"
             if said:
-                _tell(said)
+                _write_stderr(said)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
     finally:
         os._exit(code)
 
 
-def _tell(text):
+def _write_stderr(text):
     """A line for people from a process that ends: a dead thread may hold the bar's lock, and a reader may have stopped reading."""
 
     def write():
@@ -58,7 +58,7 @@ def _tell(text):
     writer.join(1.0)
 
 
-def watch():
+def watch_signals():
     """Watch for signals in a thread of its own: the main thread may be in a collective that never returns."""
     stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     reader, writer = os.pipe()
@@ -92,6 +92,6 @@ def watch():
         asked.append(time.monotonic())
         if asked[-1] - asked[0] > 3:  # twice, and not by a scheduler and torchrun at once: the disk may hang
             os._exit(code)
-        threading.Thread(target=finish, args=(code, why if ranks.rank() == 0 else None), daemon=True).start()
+        threading.Thread(target=exit_now, args=(code, why if ranks.rank() == 0 else None), daemon=True).start()
 
     threading.Thread(target=watch, name="signals", daemon=True).start()

@@ -38,13 +38,13 @@ class Log:
     """metrics.jsonl (one flat line a step, every key on every line, null where not measured) and samples.jsonl.
 
     mean(key, value, weight) is averaged over everything it is given in a step, on all ranks (None: nothing measured, but the key is
-    there); peak(key, value) is the largest.
+    there); max(key, value) is the largest.
     """
 
     def __init__(self, args, last=None):
         """last: the checkpoint that the run is resumed from."""
         self.args, self.folder = args, run.directory(args)
-        self.sums, self.peaks, self.quiet, self.bar, self.shown = {}, {}, [], None, {}
+        self.sums, self.maxima, self.quiet, self.bar, self.shown = {}, {}, [], None, {}
         # Of each update of a step, and of the one under way: whether this rank has had something to train.
         self.updates, self.trained = [], False
         self.started = time.monotonic()
@@ -96,8 +96,8 @@ class Log:
         total, count = self.sums.get(key, (0.0, 0.0))
         self.sums[key] = (total, count) if value is None else (total + float(value) * weight, count + weight)
 
-    def peak(self, key, value):
-        self.peaks[key] = largest([self.peaks.get(key, -math.inf), float(value)])
+    def max(self, key, value):
+        self.maxima[key] = nan_max([self.maxima.get(key, -math.inf), float(value)])
 
     @contextlib.contextmanager
     def timed(self, key):
@@ -189,8 +189,8 @@ class Log:
         self.mean("policy/sampler_absdiff", gap.abs().mean(), count)
         self.mean("policy/sampler_kl", (gap.exp() - gap - 1).mean(), count)
         self.mean("policy/sampler_ratio", gap.exp().mean(), count)
-        self.peak("policy/sampler_maxdiff", gap.abs().max())
-        self.peak("policy/ratio_max", (logp.detach()[on] - trainer).exp().max())
+        self.max("policy/sampler_maxdiff", gap.abs().max())
+        self.max("policy/ratio_max", (logp.detach()[on] - trainer).exp().max())
 
     def optim(self, stats):
         """Measure an update, the micro-batches of which have been given to `losses`."""
@@ -208,11 +208,11 @@ class Log:
 
         if ranks.world_size() > 1:
             shared = [None] * ranks.world_size()
-            dist.all_gather_object(shared, (self.sums, self.peaks, self.updates))
+            dist.all_gather_object(shared, (self.sums, self.maxima, self.updates))
         else:
-            shared = [(self.sums, self.peaks, self.updates)]
+            shared = [(self.sums, self.maxima, self.updates)]
         trained = [any(parts) for parts in zip(*(updates for *_, updates in shared))]
-        shared = [(sums, peaks) for sums, peaks, _ in shared]
+        shared = [(sums, maxima) for sums, maxima, _ in shared]
         line = dict.fromkeys(METRICS) | {"step": step, "questions": questions}
         for key in sorted({k for sums, _ in shared for k in sums}):
             total = sum(sums.get(key, (0, 0))[0] for sums, _ in shared)
@@ -222,8 +222,8 @@ class Log:
             elif key == "optim/grad_norm":
                 count -= len(shared) * trained.count(False)  # minibatches of nothing, whose norm is 0
             line[key] = total / count if count else None
-        for key in {k for _, peaks in shared for k in peaks}:
-            line[key] = largest([peaks.get(key, -math.inf) for _, peaks in shared])
+        for key in {k for _, maxima in shared for k in maxima}:
+            line[key] = nan_max([maxima.get(key, -math.inf) for _, maxima in shared])
         for key in ("optim/skipped", "optim/updates"):
             counts = [sums.get(key, (0, 0))[0] for sums, _ in shared]
             line[key] = counts[0] if line[key] is not None else None  # every rank counts the same updates
@@ -238,7 +238,7 @@ class Log:
         process = psutil.Process()
         line["perf/rss_gb"] = process.memory_info().rss / 2**30
         line["perf/open_files"], line["perf/threads"] = process.num_fds(), process.num_threads()
-        self.sums, self.peaks, self.updates = {}, {}, []
+        self.sums, self.maxima, self.updates = {}, {}, []
         line = {key: value if value is None or math.isfinite(value) else None for key, value in line.items()}
         if ranks.rank() == 0:
             run.append(self.folder / "metrics.jsonl", [json.dumps(line)])
@@ -291,7 +291,7 @@ class Log:
             run.append(self.folder / "samples.jsonl", [json.dumps(item, ensure_ascii=False) for item in items])
 
 
-def largest(values):
+def nan_max(values):
     """nan where there is one: a peak that nobody knows must not look like a small one."""
     return max(values, key=lambda value: (math.isnan(value), value))
 

@@ -1,7 +1,5 @@
 """From what --model says to files that trainer and engine load: a folder, a hub id, a short name, or an embedded model."""
 
-import contextlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,25 +72,3 @@ def empty_model(path):
         ) from None
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
-
-
-def refuse_too_large(path, dtype, device):
-    """Stop before anything is loaded when a model cannot fit into the memory of a machine without a GPU."""
-    if device.type != "cpu":
-        return
-    count = sum(p.numel() for p in empty_model(path).parameters())
-    holders = 2 * int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # trainer and engine of each rank
-    need = 1.15 * count * dtype.itemsize * holders / 2**30  # a seventh for activations and the engine's pages
-    if need > (have := memory_gb()):
-        raise SystemExit(
-            f"--model {path}: its {count / 1e9:.1f} billion parameters, held by trainer and engine, need {need:.0f} GiB, and this "
-            f"machine has {have:.0f} GiB and no GPU. What runs here: python train_grpo.py --model tiny --task tiny_search"
-        )
-
-
-def memory_gb():
-    """GiB of memory this process may use: the machine's, or less in a container."""
-    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    with contextlib.suppress(OSError, ValueError):  # no limit reads as "max"
-        sizes.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return min(sizes) / 2**30

@@ -40,7 +40,6 @@ class Policy:
         self.dtype = pick_dtype(args.dtype, self.device)
         self.temperature, self.micro_tokens = args.temperature, args.micro_tokens if train else MICRO_TOKENS
         self.tokenizer = models.load_tokenizer(self.path)
-        models.refuse_too_large(self.path, self.dtype, self.device)
         adapter = str(last / "adapter") if last else args.adapter
         if adapter:
             refuse_other_base(adapter, self.path)

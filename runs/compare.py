@@ -156,7 +156,7 @@ def add_code(digest, root, script):
 
 def state(job):
     """One of new (nothing to keep), finished, resume (a checkpoint of the same code and arguments), stale (anything else)."""
-    if not run.taken(job.folder):
+    if not run.occupied(job.folder):
         return "new"
     if done := read_json(job.folder / "compare.json"):
         return "finished" if done["hash"] == fingerprint(ROOT, job) else "stale"

@@ -178,7 +178,14 @@ class Server:
         self.address = f"http://127.0.0.1:{self.port}/retrieve"
 
     def start(self):
-        command = [sys.executable, str(ROOT / "tests" / "retriever.py"), "--port", str(self.port), "--corpus", "tiny"]
+        command = [
+            sys.executable,
+            str(ROOT / "tests" / "helpers" / "retrieval_server.py"),
+            "--port",
+            str(self.port),
+            "--corpus",
+            "tiny",
+        ]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while True:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):

@@ -25,7 +25,7 @@ from tasks.templates import (
     thinks,
 )
 from tasks.thinking import spoken
-from tasks.wordings import wording
+from tasks.wordings import wording_for
 
 HEARD = 'the first line\n"the second"'  # with what JSON would escape
 
@@ -43,13 +43,13 @@ class Chat:
             raise SystemExit("--protocol chat is about calling a tool; --tools off goes with --protocol tags.")
         self.boxed = args.answer == "boxed"
         self.thinks = thinks(tokenizer)
-        self.tokenizer, self.tool, self.words = tokenizer, tool, wording(tool, self.boxed, self.thinks)
-        self.limit, self.invalid_message = args.max_observation_tokens, self.words.chat_invalid
+        self.tokenizer, self.tool, self.wording = tokenizer, tool, wording_for(tool, self.boxed, self.thinks)
+        self.limit, self.invalid_message = args.max_observation_tokens, self.wording.chat_invalid
         self.stop_ids = end_ids(tokenizer)
         self.ends = [end for end in map(tokenizer.decode, self.stop_ids) if end]
-        parameter, meaning = self.words.parameter
+        parameter, meaning = self.wording.parameter
         properties = {parameter: {"type": "string", "description": meaning}}
-        function = {"name": tool, "description": self.words.description}
+        function = {"name": tool, "description": self.wording.description}
         function["parameters"] = {"type": "object", "properties": properties, "required": [parameter]}
         self.schema = {"type": "function", "function": function}
         if not tokenizer.chat_template:
@@ -75,17 +75,17 @@ class Chat:
         return render(self.tokenizer, self._first(ASKED) + list(messages), generation, tools=[self.schema])
 
     def _first(self, text):
-        return [message("system", self.words.chat_system), message("user", text.strip())]
+        return [message("system", self.wording.chat_system), message("user", text.strip())]
 
     def _call(self, thought=""):
         content = f"<think>\n{thought}\n</think>\n\n" if thought else ""
-        function = {"name": self.tool, "arguments": {self.words.parameter[0]: CALLED}}
+        function = {"name": self.tool, "arguments": {self.wording.parameter[0]: CALLED}}
         return message("assistant", content, tool_calls=[{"type": "function", "function": function}])
 
     def _learn(self):
         """Find what the template writes between a call and its output, and from there to the next generation. Raises ValueError."""
         prompt, bare = self._render(generation=True), self._render()
-        if self.words.description not in prompt:
+        if self.wording.description not in prompt:
             raise ValueError("it leaves the tools out")
         text = self._render(self._call(), message("tool", HEARD, name=self.tool), generation=True)
         if not (prompt.startswith(bare) and text.startswith(bare)):
@@ -170,7 +170,7 @@ class Chat:
     def _called(self, text):
         try:
             call = json.loads(text)
-            given = call["arguments" if "arguments" in call else "parameters"][self.words.parameter[0]]
+            given = call["arguments" if "arguments" in call else "parameters"][self.wording.parameter[0]]
             if call["name"] != self.tool or not isinstance(given, str):
                 return None
         except (ValueError, KeyError, TypeError, RecursionError):

@@ -16,7 +16,7 @@ LETTER = re.compile(  # (letter of an option, what follows it)
 class ChoiceQA(MathQA):
     """Questions with lettered options. The outcome is whether the answer names the right letter, and no other one."""
 
-    asked = "{}\nAnswer with the letter of the right option."
+    question_format = "{}\nAnswer with the letter of the right option."
 
     def score(self, answer, question):
         answer = DRESS.sub("", equality.boxed(answer or "") or answer or "")

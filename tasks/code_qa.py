@@ -17,7 +17,7 @@ class CodeQA(MathQA):
     is put before a whole one.
     """
 
-    asked = "Complete this function, and answer with the whole function.\n{}"
+    question_format = "Complete this function, and answer with the whole function.\n{}"
 
     def __init__(self, python, *args):
         super().__init__(*args)

@@ -52,7 +52,7 @@ UNITS = {
     for name in names.split()
 }
 SENTENCE = re.compile(r"(?<!\\)\b(?!(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|infty|frac|min|max)\b)[a-zA-Z]{2,}\b")
-WORDS = set("or to of in is if by at as on no not nor and for per out but mod vs am pm".split())  # no products
+NOT_PRODUCTS = set("or to of in is if by at as on no not nor and for per out but mod vs am pm".split())  # no products
 TEXT = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|begin|end)\s*\{[^{}]*\}")
 BOUND = re.compile(r"[<>≤≥≠]|\\(?:[lg]e(?:q|qslant)?|[lg]t|neq?)(?![a-zA-Z])")
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -74,10 +74,10 @@ def equal(answer, golds):
         other = exact(gold)
         if not value or not other:
             unsettled.append(latex(gold))
-        elif same(value, other):
+        elif same_value(value, other):
             return True
     answer = latex(answer)
-    unsettled = [gold for gold in unsettled if formula(gold) and alike(answer, gold)]
+    unsettled = [gold for gold in unsettled if formula(gold) and comparable(answer, gold)]
     return bool(unsettled) and formula(answer) and WORKER.ask(answer, unsettled)
 
 
@@ -96,11 +96,13 @@ def formula(text):
     bare = re.sub(r"\^\s*(-?\w|\\[a-zA-Z]+)", r"^{\1}", TEXT.sub("", text))  # a bare caret takes one token
     towers = re.search(r"\^\s*(?:\{[^{}]*\}\s*|[{(]*[^{}()^]*)\^", bare)
     words = SENTENCE.findall(bare)
-    products = all(re.fullmatch("[a-z]{2,3}", word) and word not in WORDS and not measure(word) for word in words)
+    products = all(
+        re.fullmatch("[a-z]{2,3}", word) and word not in NOT_PRODUCTS and not measure(word) for word in words
+    )
     return not (towers or not products or words == [bare.strip()] or re.search(r"[-+*/^_=.?]\s*$", bare))
 
 
-def alike(answer, gold):
+def comparable(answer, gold):
     """Whether two formulas can mean the same: equations or bounds both, and the same variables where some are multiplied."""
     signs = [("=" in text, bool(BOUND.search(text))) for text in (answer, gold)]
     interval = signs == [(False, False), (False, True)] and re.search(r"[(\[]", answer)  # (5, oo) is x > 5
@@ -184,7 +186,7 @@ def measure(text):
     return re.sub(r"\bsquare (\S+)", r"\1^2", re.sub(r"\bcubic (\S+)", r"\1^3", unit))
 
 
-def same(one, other):
+def same_value(one, other):
     (values, unit), (others, other_unit) = one, other
     if unit and other_unit:
         return unit == other_unit and values[0] == others[0]

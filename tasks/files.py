@@ -4,12 +4,12 @@ import json
 import random
 
 from common.turns import Question
-from tasks.scores import normalise
+from tasks.scores import normal_form
 
 TEST = 500  # questions of a file that are kept for eval.py
 
 
-def read_question(line, number, normal=normalise):
+def read_question(line, number, normal=normal_form):
     """A Question of one line (bytes) of a file; its number becomes info["line"]. Raises ValueError saying what is wrong with it.
 
     normal: the form in which some gold must not be empty.
@@ -39,7 +39,7 @@ def read_question(line, number, normal=normalise):
     return Question(f"line-{number}" if name is None else str(name), text, golds, info={"line": number})
 
 
-def read_questions(path, normal=normalise):
+def read_questions(path, normal=normal_form):
     """Questions of a JSONL file of {"question", "answers"[, "id"]}. Raises SystemExit naming file and line of the first bad one."""
     questions, seen = [], {}  # id -> line
     try:
@@ -63,12 +63,12 @@ def read_questions(path, normal=normalise):
     return questions
 
 
-def words(text):
+def single_spaced(text):
     """A text with single spaces. For mathematics, where signs and case matter."""
     return " ".join(text.split())
 
 
-def split(questions, held_out, key=normalise):
+def split(questions, held_out, key=normal_form):
     """(train, held-out, test): fixed pseudo-random parts of a file; `held_out` questions and TEST, but at most a quarter of the file each.
 
     The test questions do not depend on `held_out`. No question text is in two of them, texts of the same key being the same.

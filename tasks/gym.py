@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from common import ranks
 from common.turns import Question
-from tasks.files import TEST, words
+from tasks.files import TEST, single_spaced
 from tasks.math_qa import MathQA
 
 GYM = "reasoning_gym:"  # how --task names a data set of that package
@@ -60,7 +60,7 @@ def gym_questions(args):
             raise SystemExit(f"--task {args.task}: not without a configuration of its own ({error}).") from None
         made = {}
         for entry in tqdm(dataset, desc=f"{args.task} {part}", leave=False, disable=ranks.rank() > 0):
-            made.setdefault(words(entry["question"]), entry)
+            made.setdefault(single_spaced(entry["question"]), entry)
         fresh = [entry for text, entry in made.items() if text not in taken]
         golds = [
             [] if entry["answer"] is None else [str(entry["answer"])] for entry in fresh

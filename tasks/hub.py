@@ -17,7 +17,7 @@ from pathlib import Path
 from common import cache, ranks, run
 from common.turns import Question
 from tasks import equality
-from tasks.scores import normalise
+from tasks.scores import normal_form
 
 BATCH = 1000  # rows that are Python objects at one time
 NUMBER = (str, int, float)  # a column of answers that some copies hold as text and others as numbers
@@ -240,7 +240,7 @@ def read_questions(source, split, rows):
     """The questions of a split, without the rows that ask nothing or have no answer that can be right. ids are unique; golds have no
     duplicates and keep their order."""
     columns = [c for c in source.columns if not source.paragraphs or c != source.paragraphs[0]]
-    usable = {"search": normalise, "math": equality.plain}.get(source.kind, str)
+    usable = {"search": normal_form, "math": equality.plain}.get(source.kind, str)
     questions, seen = [], Counter()
     for batch in rows.select_columns(columns).iter(BATCH):
         for question in map(source.read, batch.to_pylist()):
@@ -281,7 +281,7 @@ def paragraphs(cell):
     return [(item["title"], item["paragraph_text"]) for item in cell]
 
 
-def asked(identity, text, *golds, **info):
+def make_question(identity, text, *golds, **info):
     """A Question from cells that may be empty. Numbers become text, and whole ones lose their .0."""
     whole = (int(gold) if isinstance(gold, float) and gold.is_integer() else gold for gold in golds)
     golds = [str(gold) for gold in whole if gold is not None]
@@ -291,7 +291,7 @@ def asked(identity, text, *golds, **info):
 def musique(row):
     if row["answerable"] is False:
         return None
-    return asked(row["id"], row["question"], row["answer"], *(row["answer_aliases"] or ()))
+    return make_question(row["id"], row["question"], row["answer"], *(row["answer_aliases"] or ()))
 
 
 def olympiad(row):
@@ -300,7 +300,7 @@ def olympiad(row):
     if row["is_multiple_answer"] and len(golds) > 1:
         golds = [", ".join(gold.strip().strip("$") for gold in golds)]
     text = "\n".join(part.strip() for part in (row["context"], row["question"]) if part and part.strip())
-    return asked(row["id"], text, *golds)
+    return make_question(row["id"], text, *golds)
 
 
 def gpqa(row):
@@ -312,17 +312,17 @@ def gpqa(row):
     question = row["Question"].strip()
     order = sorted(options, key=lambda option: digest(f"{question}\n{option}"))
     lines = [f"{letter}) {option}" for letter, option in zip("ABCD", order)]
-    return asked(row["Record ID"], "\n".join([question, *lines]), "ABCD"[order.index(options[0])])
+    return make_question(row["Record ID"], "\n".join([question, *lines]), "ABCD"[order.index(options[0])])
 
 
 def humaneval(row):
     info = {name: row[name] for name in ("prompt", "test", "entry_point")}
-    return asked(row["task_id"], row["prompt"], **info) if all(info.values()) else None
+    return make_question(row["task_id"], row["prompt"], **info) if all(info.values()) else None
 
 
 def same_words(text):
     """Texts that differ only in case, punctuation and articles are the same question."""
-    return normalise(text) or text
+    return normal_form(text) or text
 
 
 def same_signs(text):
@@ -340,7 +340,7 @@ HOTPOT = dict(
         "answer": str,
         "context": {"title": [str], "sentences": [[str]]},
     },
-    read=lambda row: asked(row["id"], row["question"], row["answer"]),
+    read=lambda row: make_question(row["id"], row["question"], row["answer"]),
     train="train",
     test="validation",
     paragraphs=("context", sentences),
@@ -349,7 +349,7 @@ FLASHRAG = dict(
     kind="search",
     path="RUC-NLPIR/FlashRAG_datasets",
     columns={"id": str, "question": str, "golden_answers": [str]},
-    read=lambda row: asked(row["id"], row["question"], *(row["golden_answers"] or ())),
+    read=lambda row: make_question(row["id"], row["question"], *(row["golden_answers"] or ())),
     test="test",
 )
 SOURCES = {
@@ -379,7 +379,7 @@ SOURCES = {
         kind="search",
         path="PeterJinGo/nq_hotpotqa_train",
         columns={"id": str, "question": str, "golden_answers": [str], "data_source": str},
-        read=lambda row: asked(
+        read=lambda row: make_question(
             f"{row['data_source']}-{row['id']}",  # its ids count within each of the sets it is mixed from
             row["question"],
             *(row["golden_answers"] or ()),
@@ -393,7 +393,7 @@ SOURCES = {
         path="openai/gsm8k",
         config="main",
         columns={"question": str, "answer": str},
-        read=lambda row: asked(None, row["question"], (row["answer"] or "").partition("####")[2].strip()),
+        read=lambda row: make_question(None, row["question"], (row["answer"] or "").partition("####")[2].strip()),
         train="train",
         test="test",
     ),
@@ -401,7 +401,7 @@ SOURCES = {
         kind="math",
         path="DigitalLearningGmbH/MATH-lighteval",
         columns={"problem": str, "solution": str},
-        read=lambda row: asked(None, row["problem"], equality.boxed(row["solution"] or "")),
+        read=lambda row: make_question(None, row["problem"], equality.boxed(row["solution"] or "")),
         train="train",
         test="test",
         apart=("math500",),
@@ -410,28 +410,28 @@ SOURCES = {
         kind="math",
         path="HuggingFaceH4/MATH-500",
         columns={"unique_id": str, "problem": str, "answer": str},
-        read=lambda row: asked(row["unique_id"], row["problem"], row["answer"]),
+        read=lambda row: make_question(row["unique_id"], row["problem"], row["answer"]),
         test="test",
     ),
     "aime24": Source(
         kind="math",
         path="HuggingFaceH4/aime_2024",
         columns={"id": NUMBER, "problem": str, "answer": NUMBER},
-        read=lambda row: asked(row["id"], row["problem"], row["answer"]),
+        read=lambda row: make_question(row["id"], row["problem"], row["answer"]),
         test="train",  # its only split
     ),
     "aime25": Source(
         kind="math",
         path="math-ai/aime25",
         columns={"id": NUMBER, "problem": str, "answer": NUMBER},
-        read=lambda row: asked(row["id"], row["problem"], row["answer"]),
+        read=lambda row: make_question(row["id"], row["problem"], row["answer"]),
         test="test",
     ),
     "amc23": Source(
         kind="math",
         path="math-ai/amc23",
         columns={"id": NUMBER, "question": str, "answer": NUMBER},
-        read=lambda row: asked(row["id"], row["question"], row["answer"]),
+        read=lambda row: make_question(row["id"], row["question"], row["answer"]),
         test="test",
     ),
     "olympiadbench": Source(
@@ -446,7 +446,7 @@ SOURCES = {
         kind="math",
         path="ChilleD/SVAMP",
         columns={"ID": str, "question_concat": str, "Answer": NUMBER},
-        read=lambda row: asked(row["ID"], row["question_concat"], row["Answer"]),
+        read=lambda row: make_question(row["ID"], row["question_concat"], row["Answer"]),
         train="train",
         test="test",
     ),

@@ -11,10 +11,10 @@ from common.turns import Question
 from tasks import hub
 from tasks.choice_qa import ChoiceQA
 from tasks.code_qa import CodeQA
-from tasks.files import read_questions, split, words
+from tasks.files import read_questions, single_spaced, split
 from tasks.gym import GYM, gym_questions
 from tasks.math_qa import MathQA
-from tasks.scores import normalise
+from tasks.scores import normal_form
 from tasks.search_qa import SearchQA
 from tasks.tiny import tiny_math, tiny_search
 from tools.python import Python
@@ -103,8 +103,8 @@ def math_task(args, whole):
     elif args.task.startswith(GYM):
         family, *parts = gym_questions(args)
     else:
-        questions = read_questions(args.task, normal=words)
-        parts = ([], [], questions) if whole else split(questions, args.eval_questions, key=words)
+        questions = read_questions(args.task, normal=single_spaced)
+        parts = ([], [], questions) if whole else split(questions, args.eval_questions, key=single_spaced)
     if family is MathQA and not importlib.util.find_spec("math_verify"):
         raise SystemExit(f"--task {args.task}: math-verify, which compares formulas, is not installed: make setup")
     return family, python() if args.tools == "on" else None, *parts
@@ -169,7 +169,7 @@ def check_lengths(task, args):
         answers = [
             f"<answer> {gold} </answer>" if args.answer == "tags" else f"\\boxed{{{gold}}}"
             for gold in question.golds
-            if normalise(gold) or question.golds == [gold]
+            if normal_form(gold) or question.golds == [gold]
         ]
         if (
             not answers or min(len(answer.encode()) for answer in answers) <= args.max_turn_tokens

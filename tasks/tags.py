@@ -11,7 +11,7 @@ from common.environment import Action
 from tasks import equality
 from tasks.templates import adds_bos, cleaned, end_ids, harmless, marks, message, render, thinks
 from tasks.thinking import spoken
-from tasks.wordings import question_line, wording
+from tasks.wordings import question_line, wording_for
 
 
 class Tags:
@@ -25,14 +25,14 @@ class Tags:
         self.boxed = args.answer == "boxed"
         self.templated = args.template == "on" or (args.template == "auto" and tokenizer.chat_template is not None)
         self.thinks = self.templated and thinks(tokenizer)
-        self.tokenizer, self.tool, self.words = tokenizer, tool, wording(tool, self.boxed, self.thinks)
+        self.tokenizer, self.tool, self.wording = tokenizer, tool, wording_for(tool, self.boxed, self.thinks)
         self.limit = args.max_observation_tokens
         # A closing action tag ends a generation, and so does the opening tag of an output: the model does not write its own.
-        ends = (tool and f"</{tool}>", not self.boxed and "</answer>", self.words.around[0].strip())
+        ends = (tool and f"</{tool}>", not self.boxed and "</answer>", self.wording.around[0].strip())
         self.stop = [end for end in ends if end]
         self.stop_ids = end_ids(tokenizer)
-        self.invalid_message = self.words.invalid
-        self.marks = marks(tokenizer, *self.words.around)
+        self.invalid_message = self.wording.invalid
+        self.marks = marks(tokenizer, *self.wording.around)
         if examples and (self.boxed or tool != "search"):
             raise SystemExit(
                 "--shots: the worked examples search, and answer in tags: they go with --tools on and --answer tags."
@@ -41,11 +41,11 @@ class Tags:
 
     def prompt_ids(self, text):
         """Ids of the first context: instruction, examples and question, in the chat template or as plain text."""
-        text = self.words.instruction + self.examples + question_line(text)
+        text = self.wording.instruction + self.examples + question_line(text)
         if not self.templated:
             bos = [self.tokenizer.bos_token_id] if adds_bos(self.tokenizer) else []
             return bos + self.tokenizer.encode(text, add_special_tokens=False)
-        text = render(self.tokenizer, [message("system", self.words.system), message("user", text.strip())], True)
+        text = render(self.tokenizer, [message("system", self.wording.system), message("user", text.strip())], True)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def thinks_on(self, text):
@@ -69,7 +69,7 @@ class Tags:
 
     def observation(self, output, tool):
         """(the output as the model is shown it, its ids between the tags): cut to the limit. tool None: the invalid message."""
-        return cut_observation(self.tokenizer, harmless(output, self.marks), self.limit, self.words.around)
+        return cut_observation(self.tokenizer, harmless(output, self.marks), self.limit, self.wording.around)
 
 
 def _boxed(text):

@@ -25,7 +25,7 @@ class Task(Environment):
     """
 
     examples = ()  # worked examples for --shots, as they stand in a prompt of the tags protocol
-    asked = "{}"  # what the prompt says around a question
+    question_format = "{}"  # what the prompt says around a question
 
     def __init__(self, args, tokenizer, tool, train, held_out, test=()):
         self.tool = tool
@@ -72,7 +72,7 @@ class Task(Environment):
 
     def prompt_ids(self, question):
         """Ids of the first context."""
-        return self.protocol.prompt_ids(self.asked.replace("{}", question.text, 1))
+        return self.protocol.prompt_ids(self.question_format.replace("{}", question.text, 1))
 
     def begin(self, step):
         if self.tool:

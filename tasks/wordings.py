@@ -93,19 +93,19 @@ WORDINGS[None] = Wording(  # no tool
 )
 
 
-def wording(tool, boxed, thinks):
+def wording_for(tool, boxed, thinks):
     """How the tool (None: there is none) and the answer are spoken of. boxed: the answer stands in \\boxed{} and not in tags. thinks: the
     model need not be told to think, and if it spoke of the tags that it was told to think in, they would look like the end of it."""
-    words, changes = WORDINGS[tool], []
+    base, changes = WORDINGS[tool], []
     if boxed:
         changes += [("write it, short, inside <answer> and </answer>", "write it inside \\boxed{}")]
         changes += [("<answer> answer </answer>", "\\boxed{answer}")]
     if thinks:
         changes += [(" Think inside <think> and </think>.", "")]
-    texts = {name: text for name, text in vars(words).items() if isinstance(text, str)}
+    texts = {name: text for name, text in vars(base).items() if isinstance(text, str)}
     for old, new in changes:
         texts = {name: text.replace(old, new) for name, text in texts.items()}
-    return replace(words, **texts)
+    return replace(base, **texts)
 
 
 def question_line(text):

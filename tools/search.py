@@ -218,7 +218,7 @@ class Retriever(Tool):
         self.waiting, self.sender, self.lock = queue.SimpleQueue(), None, threading.Lock()
         self.since = None  # when the first of the failures in a row was, if the last request was one
         self.rejected = []  # when queries were refused in a row, while the probe was answered
-        self.said, self.lost = False, ""  # whether it was told; why all is over
+        self.warned, self.lost = False, ""  # whether it was told; why all is over
         self.probe()
 
     def __call__(self, query, earlier=(), question=None):
@@ -321,9 +321,9 @@ class Retriever(Tool):
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
             what = f"an answer of the wrong shape: {_short(answer.content) or '(nothing)'}"
             raise _NoResults(what, f"Expected is {self.expected}.") from None
-        if self.said:
+        if self.warned:
             run.notice(f"retriever {self.address}: answers again")
-        self.since, self.said = None, False
+        self.since, self.warned = None, False
         return texts
 
     def _exchange(self, send, address, **what):
@@ -362,8 +362,8 @@ class Retriever(Tool):
         if past >= self.patience:
             self.lost = f"the retriever {self.address} has given no results for {past:.0f} s: {error}"
             raise Lost(self.lost)
-        if not silent and not self.said:
-            self.said = True
+        if not silent and not self.warned:
+            self.warned = True
             run.notice(f"retriever {self.address}: {error}; trying again for {self.patience:.0f} s")
         time.sleep(min(max(past, 0.1), 2.0, self.patience - past))
 

@@ -9,8 +9,10 @@ Two moments are planned, each a list of rows that add up to what one rank holds 
 (engine asleep as --sleep says, a forward and backward pass under way).
 """
 
+import contextlib
 import dataclasses
 import math
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -205,18 +207,18 @@ class Plan:
     def total(self, moment):
         return sum(row.bytes for row in getattr(self, moment))
 
-    def wrong(self):
+    def problems(self):
         """Why the run would not start or not go on, as a list of sentences; empty where it fits."""
-        said = []
+        found = []
         if self.at_once < 1:
-            said.append(
+            found.append(
                 f"the engine will not start: beside its own weights --gpu_memory leaves pages for {max(self.kv_tokens, 0)} tokens, "
                 "less than one --max_context"
             )
         for moment in ("sampling", "update"):
             if (over := self.total(moment) - self.card) > 0:
-                said.append(f"{moment} needs {over / GIB:.1f} GiB more than there are")
-        return said
+                found.append(f"{moment} needs {over / GIB:.1f} GiB more than there are")
+        return found
 
 
 def make(sizes, args, card, world=1, rank=None):
@@ -354,7 +356,7 @@ def table(plans, moment):
 
 def verdict(name, plan, sizes, args, **more):
     """One line on a card: whether it fits, how many trajectories it samples at once, and what helps where it does not."""
-    if not (wrong := plan.wrong()):
+    if not (wrong := plan.problems()):
         waits = "" if plan.at_once >= plan.requests else f" of {plan.requests} under way: the others wait for pages"
         room = f"{plan.kv_tokens:,} tokens in KV pages, {plan.at_once} full trajectories at once{waits}"
         return f"{name}: fits; {room}."
@@ -412,9 +414,33 @@ def fit(args, task):
     Raises SystemExit, also for what would stop the run when it loads its model.
     """
     if not getattr(args, "dry_run", False):
+        if not torch.cuda.is_available():
+            refuse_too_large(args)
         return args
     dry_run(args, task)
     raise SystemExit(0)
+
+
+def refuse_too_large(args):
+    """Raise SystemExit when a model cannot fit into the memory of a machine without a GPU."""
+    path = models.resolve(args.model)
+    count = sum(p.numel() for p in models.empty_model(path).parameters())
+    dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32
+    holders = 2 * int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # trainer and engine of each rank
+    need = 1.15 * count * dtype.itemsize * holders / GIB  # a seventh for activations and the engine's pages
+    if need > (have := memory_gb()):
+        raise SystemExit(
+            f"--model {path}: its {count / 1e9:.1f} billion parameters, held by trainer and engine, need {need:.0f} GiB, and this "
+            f"machine has {have:.0f} GiB and no GPU. What runs here: python train_grpo.py --model tiny --task tiny_search"
+        )
+
+
+def memory_gb():
+    """GiB of memory this process may use: the machine's, or less in a container."""
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with contextlib.suppress(OSError, ValueError):  # no limit reads as "max"
+        sizes.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(sizes) / 2**30
 
 
 def dry_run(args, task):
@@ -433,7 +459,7 @@ def dry_run(args, task):
     print(*prompt_lines(task, args), "", sep="\n")
     print(f"questions: {len(task.train)} to train on, {len(task.held_out)} held out, {len(task.test)} for eval.py")
     print(f"run directory: {run.directory(args)}")
-    if run.taken(run.directory(args)) and not args.resume:
+    if run.occupied(run.directory(args)) and not args.resume:
         print("warning: it holds a run already; nothing is overwritten: give another --out, or --resume")
     print(weight_files(path, found), "", sep="\n")
     print(

@@ -18,7 +18,7 @@ import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tasks.scores import normalise
+from tasks.scores import normal_form
 from tools.search import documents_in
 
 TABLE = (("exact match", "eval/em"), ("F1", "eval/f1"), ("turns", "eval/turns"), ("tool calls", "eval/tool_calls"))
@@ -114,8 +114,8 @@ def worth(sample):
 
 def holds_gold(text, golds):
     """Whether a gold answer stands in a text, both in normal form."""
-    text = normalise(text)
-    return any(gold in text for gold in map(normalise, golds) if gold)
+    text = normal_form(text)
+    return any(gold in text for gold in map(normal_form, golds) if gold)
 
 
 def near_miss(sample):

@@ -30,7 +30,7 @@ MUON_LR, ADAM_LR = 0.02, 0.006  # of the matrices; of embeddings, norms and bias
 
 
 def make_tokenizer(texts, tags, min_frequency):
-    """Byte-level BPE of the pieces of words that the texts hold at least `min_frequency` times; each of the tags is a token.
+    """Byte-level BPE of the pieces of wording that the texts hold at least `min_frequency` times; each of the tags is a token.
 
     It splits text as Qwen2's tokenizer does: transformers loads the tokenizer of any Qwen2 model as that class.
     """
@@ -81,7 +81,7 @@ def _encode(tokenizer, traces, prefix, around):
     return rows
 
 
-def _train(tokenizer, lesson, steps, words):
+def _train(tokenizer, lesson, steps, wording):
     """Pretrain on scripted traces -> model (float32, on the CPU).
 
     lesson(rng, done) makes a trace, `done` being the share of the steps that lie behind; only what the model itself writes is
@@ -109,7 +109,7 @@ def _train(tokenizer, lesson, steps, words):
         torch.optim.AdamW(others, lr=ADAM_LR, betas=(0.9, 0.98), weight_decay=0.0),
     ]
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
-    prefix = tokenizer.encode(words.instruction)
+    prefix = tokenizer.encode(wording.instruction)
     rng = random.Random(2)
     bar = tqdm(range(steps), desc="pretraining a tiny base (once)")
     for step in bar:
@@ -117,7 +117,7 @@ def _train(tokenizer, lesson, steps, words):
         for optimizer, peak in zip(optimizers, peaks):
             optimizer.param_groups[0]["lr"] = peak * min(1, (step + 1) / (0.03 * steps), (1 - done) / 0.3)
         traces = [lesson(rng, done) for _ in range(BATCH)]
-        rows = sorted(_encode(tokenizer, traces, prefix, words.around), key=lambda row: len(row[0]))
+        rows = sorted(_encode(tokenizer, traces, prefix, wording.around), key=lambda row: len(row[0]))
         loss = 0.0
         shared_prefix = model.model(torch.tensor([prefix]), use_cache=True).past_key_values
         for part in (rows[: BATCH // 2], rows[BATCH // 2 :]):  # alike in length: less padding
@@ -168,26 +168,26 @@ def muon(matrices, lr, momentum, weight_decay):
     return Muon(matrices, dict(lr=lr))
 
 
-def key(lesson, steps, words):
+def key(lesson, steps, wording):
     """A hash of what a base is made from: the hyper-parameters, the texts around questions and outputs, and lessons of every stage."""
     lessons = [lesson(random.Random(i), i / SAMPLED) for i in range(SAMPLED)]
-    made_from = [SHAPE, BATCH, MUON_LR, ADAM_LR, steps, words.instruction, words.around, lessons]
+    made_from = [SHAPE, BATCH, MUON_LR, ADAM_LR, steps, wording.instruction, wording.around, lessons]
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
 
 
-def base(name, tokenizer, lesson, steps, words):
+def base(name, tokenizer, lesson, steps, wording):
     """Directory of a tiny base (weights, tokenizer): the one that comes with the project, or, when what it is made from has changed, one
     built at the first call on a machine, in some five minutes on two cores, and cached."""
-    wanted = key(lesson, steps, words)
+    wanted = key(lesson, steps, wording)
     shipped = SHIPPED / name / wanted
     path = shipped if shipped.exists() else cache.cache_dir() / name / wanted
     with contextlib.nullcontext() if path == shipped else cache.locked(path):
         if not path.exists():
-            build(path, tokenizer, lesson, steps, words)
+            build(path, tokenizer, lesson, steps, wording)
     return path
 
 
-def build(path, tokenizer, lesson, steps, words):
+def build(path, tokenizer, lesson, steps, wording):
     """Pretrain a base and save it in `path`, in float32."""
     import torch
 
@@ -198,7 +198,7 @@ def build(path, tokenizer, lesson, steps, words):
     torch.set_num_threads(2)  # always: with another number sums are rounded otherwise, and it is another base
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # not torch.manual_seed: it would seed the GPUs as well
-        model = _train(made, lesson, steps, words)
+        model = _train(made, lesson, steps, wording)
     torch.set_num_threads(threads)
     model.save_pretrained(beside)
     made.save_pretrained(beside)

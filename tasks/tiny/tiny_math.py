@@ -34,7 +34,7 @@ STOP = {1: 0.0, 2: 0.25, 3: 0.58, 4: 0.64}  # by the steps of the question
 HABIT = {"double": 0.6, "from": 0.68}
 SIGN = 0.75
 
-WORDS = wordings.WORDINGS["python"]
+WORDING = wordings.WORDINGS["python"]
 STEPS = 520  # of pretraining
 LESSONS = (0.14, 0.28)  # shares of the steps at which copying, and questions of one and two steps, end
 COPIED = 12  # numbers in a copying exercise
@@ -99,7 +99,7 @@ def _trace(rng, steps, flawed):
     """One scripted trace: list of (text, kind), kind one of "prompt", "turn" and "found". What its code gives is always true."""
     start, chain, _ = _chain(rng, steps, "pretraining")
     phrases, value = _phrases(rng, chain), start
-    trace = [(WORDS.instruction + wordings.question_line(_question(start, phrases)), "prompt")]
+    trace = [(WORDING.instruction + wordings.question_line(_question(start, phrases)), "prompt")]
     for i in range(steps - (flawed and rng.random() < STOP[steps])):
         name, number = chain[i]
         _, code, habit = OPERATIONS[name]
@@ -116,7 +116,7 @@ def _trace(rng, steps, flawed):
 def _copying(rng):
     """A list of numbers and the same list again, as a trace: the quickest way to teach attention to copy what stands earlier."""
     listed = "".join(f" {rng.randint(-99, LARGEST)}" for _ in range(COPIED))
-    return [(f"{WORDS.instruction}{listed}\n", "prompt"), (f"{listed}\n", "turn")]
+    return [(f"{WORDING.instruction}{listed}\n", "prompt"), (f"{listed}\n", "turn")]
 
 
 def _tokenizer():
@@ -134,4 +134,4 @@ def _lesson(rng, done):
 
 def base():
     """Directory of the tiny base for mathematics (weights, tokenizer)."""
-    return pretrain.base("tiny-math", _tokenizer, _lesson, STEPS, WORDS)
+    return pretrain.base("tiny-math", _tokenizer, _lesson, STEPS, WORDING)

@@ -71,7 +71,7 @@ TRAIN, HELD_OUT = 2000, 400  # questions
 
 STEPS = 480  # of pretraining
 LESSONS = (0.2, 0.35, 0.5)  # shares of the steps at which copying, 1 hop and up to 2 hops end
-WORDS = wordings.WORDINGS["search"]
+WORDING = wordings.WORDINGS["search"]
 COPIED = 12  # names in a copying exercise
 TOKENIZER_TRACES = 6000
 # How likely a scripted trace of several hops is to stop one search short: mostly, but hardly ever when it starts from a firm.
@@ -186,7 +186,7 @@ def _trace(rng, names, hops, flawed):
     start = RELATIONS[relations[0]][0]
     path, passages = _World(rng, names).walk(relations, rng.choice(names[start]))
     stop = flawed and hops > 1 and rng.random() < STOP[start]
-    trace, thought = [(WORDS.instruction + wordings.question_line(_question(rng, relations, path[0])), "prompt")], ""
+    trace, thought = [(WORDING.instruction + wordings.question_line(_question(rng, relations, path[0])), "prompt")], ""
     for i in range(hops - stop):
         trace.append((f"<think>{thought} I need the {relations[i]}. </think> <search> {path[i]} </search>", "turn"))
         trace.append((f"Doc 1 (Title: {path[i]}) {passages[i]}", "found"))
@@ -197,7 +197,7 @@ def _trace(rng, names, hops, flawed):
 def _copying(rng, names):
     """A list of names and the same list again, as a trace: the quickest way to teach attention to copy what stands earlier."""
     listed = "".join(f" {rng.choice(names[rng.choice(list(names))])}" for _ in range(COPIED))
-    return [(f"{WORDS.instruction}{listed}\n", "prompt"), (f"{listed}\n", "turn")]
+    return [(f"{WORDING.instruction}{listed}\n", "prompt"), (f"{listed}\n", "turn")]
 
 
 def _tokenizer():
@@ -217,4 +217,4 @@ def _lesson(names, rng, done):
 def base():
     """Directory of the tiny base (weights, tokenizer)."""
     lesson = functools.partial(_lesson, _names()["pretraining"])
-    return pretrain.base("tiny", _tokenizer, lesson, STEPS, WORDS)
+    return pretrain.base("tiny", _tokenizer, lesson, STEPS, WORDING)

@@ -10,7 +10,7 @@ from pathlib import Path
 from common.args import parse_args
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
 
 def main(model, out, *flags):

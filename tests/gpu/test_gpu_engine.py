@@ -16,10 +16,10 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    import models
+    import small_models
 
     folder = tmp_path_factory.mktemp("model")
-    return models.random_qwen(
+    return small_models.random_qwen(
         folder, hidden_size=512, intermediate_size=1536, num_attention_heads=8, initializer_range=0.03
     )
 

@@ -6,7 +6,7 @@ On a machine without a GPU the same tests run on the CPU, but for those that loo
 import math
 
 import pytest
-import samples
+import random_groups
 import test_memory
 import test_policy
 import torch
@@ -22,10 +22,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A random Qwen2 whose head_dim of 64 has a kernel everywhere."""
-    import models
+    import small_models
 
     folder = tmp_path_factory.mktemp("model")
-    return models.random_qwen(
+    return small_models.random_qwen(
         folder, hidden_size=512, intermediate_size=1536, num_attention_heads=8, initializer_range=0.03
     )
 
@@ -49,7 +49,7 @@ def relative(a, b):
 
 def test_float32_packing_and_micro_batches_give_one_gradient(model):
     """Of all rows at once and of one row a forward pass: equal to 1e-4 (TF32 is off by default)."""
-    policy, batch = make(model, dtype="float32"), pack(*samples.groups())
+    policy, batch = make(model, dtype="float32"), pack(*random_groups.groups())
     whole = gradients(policy, batch, 10_000)
     assert relative(gradients(policy, batch, 1), whole) < 1e-4
     rows = [batch.select([i]) for i in range(len(batch.segments))]
@@ -58,7 +58,7 @@ def test_float32_packing_and_micro_batches_give_one_gradient(model):
 
 
 def test_bfloat16_log_probabilities_are_those_of_float32_within_its_noise(model):
-    batch = pack(*samples.groups())
+    batch = pack(*random_groups.groups())
     exact, rough = (make(model, dtype=dtype).logps(batch, grad=False) for dtype in ("float32", "bfloat16"))
     difference = (exact - rough)[batch.mask].abs()
     assert 0 < float(difference.mean()) < 0.02 and float(difference.max()) < 0.2
@@ -67,7 +67,7 @@ def test_bfloat16_log_probabilities_are_those_of_float32_within_its_noise(model)
 def test_attention_within_a_segment_is_the_models_own_in_bfloat16(model):
     from transformers import AutoModelForCausalLM
 
-    policy, batch = make(model, dtype="bfloat16"), pack(*samples.groups())
+    policy, batch = make(model, dtype="bfloat16"), pack(*random_groups.groups())
     ids = batch.ids[: batch.segments[0].end][None].to(DEVICE)
     own = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager", dtype=torch.float32).to(DEVICE)
     with torch.no_grad(), policy.model.disable_adapter():
@@ -77,7 +77,7 @@ def test_attention_within_a_segment_is_the_models_own_in_bfloat16(model):
 
 
 def test_checkpointing_gives_the_same_gradient(model):
-    batch = pack(*samples.groups())
+    batch = pack(*random_groups.groups())
     plain, again = (gradients(make(model, dtype="float32", grad_checkpoint=on), batch, 1024) for on in (False, True))
     assert relative(again, plain) < 1e-5
 
@@ -86,7 +86,7 @@ def test_checkpointing_gives_the_same_gradient(model):
 @pytest.mark.parametrize("load_4bit", [False, True])
 def test_steps_in_bfloat16_lower_the_loss(model, load_4bit, optim):
     """Eight steps on one batch make what was credited likelier and what was blamed less likely, over a 4-bit base too."""
-    policy, batch = make(model, 0.0, dtype="bfloat16", load_4bit=load_4bit, optim=optim), pack(*samples.groups())
+    policy, batch = make(model, 0.0, dtype="bfloat16", load_4bit=load_4bit, optim=optim), pack(*random_groups.groups())
     reference = policy.logps(batch, adapter=False, grad=False)
     fresh = policy.logps(batch, grad=False)
     assert torch.equal(fresh, reference)  # B is zero

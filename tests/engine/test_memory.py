@@ -1,0 +1,571 @@
+"""The memory plan of --dry_run: held against models, adapters, optimizers and backward passes that really run.
+
+python tests/engine/test_memory.py --fix       writes the tables of docs/gpu.md anew
+"""
+
+import dataclasses
+import importlib
+import json
+import math
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
+
+import commands  # noqa: E402
+import pytest  # noqa: E402
+import small_models  # noqa: E402
+import torch  # noqa: E402
+
+import tasks  # noqa: E402
+import train_grpo  # noqa: E402
+from common import run  # noqa: E402
+from common.args import parse_args  # noqa: E402
+from common.attention import token_logps  # noqa: E402
+from common.batch import Batch, Segment  # noqa: E402
+from common.models import empty_model  # noqa: E402
+from common.policy import Policy  # noqa: E402
+from view import plan  # noqa: E402
+
+GIB = 2**30
+NUMBERS = {  # public values of config.json
+    "Qwen2.5-3B": dict(
+        model_type="qwen2",
+        hidden_size=2048,
+        intermediate_size=11008,
+        num_hidden_layers=36,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        vocab_size=151936,
+        tie_word_embeddings=True,
+        max_position_embeddings=32768,
+    ),
+    "Qwen2.5-7B": dict(
+        model_type="qwen2",
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        vocab_size=152064,
+        tie_word_embeddings=False,
+        max_position_embeddings=131072,
+    ),
+    "Llama-3.1-8B": dict(
+        model_type="llama",
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        tie_word_embeddings=False,
+        max_position_embeddings=131072,
+    ),
+    "Qwen3-8B": dict(
+        model_type="qwen3",
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        tie_word_embeddings=False,
+        max_position_embeddings=40960,
+    ),
+}
+SMALL = dict(
+    hidden_size=256,
+    intermediate_size=1024,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=48,
+    max_position_embeddings=4096,
+    bos_token_id=None,
+    eos_token_id=0,
+    pad_token_id=0,
+)
+
+
+def config_only(folder, name):
+    """A folder with the config.json of a published model and a small tokenizer, and no weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    small_models.tokenizer().save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(NUMBERS[name]))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("published")
+    return {name: config_only(folder / name, name) for name in NUMBERS}
+
+
+@pytest.fixture(scope="module")
+def published_sizes(published):
+    return {name: plan.sizes(empty_model(path)) for name, path in published.items()}
+
+
+@pytest.fixture(scope="module", params=["qwen2", "llama", "qwen3"])
+def small(request, tmp_path_factory):
+    """Folder of a small random model with grouped heads, whose head_dim is not hidden / heads."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+    config = {"qwen2": Qwen2Config, "llama": LlamaConfig, "qwen3": Qwen3Config}[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    made = small_models.tokenizer()
+    tied = request.param == "qwen2"
+    AutoModelForCausalLM.from_config(config(vocab_size=len(made), tie_word_embeddings=tied, **SMALL)).save_pretrained(
+        folder
+    )
+    made.save_pretrained(folder)
+    return str(folder)
+
+
+def grpo_args(**changes):
+    return train_grpo.Args(**(dict(task="tiny_search", lora_rank=8, max_context=1024) | changes))
+
+
+def packed(tokens, rows):
+    """A batch of equal rows, all of whose tokens but the first of a row are trained."""
+    mask, length = torch.ones(tokens, dtype=torch.bool), tokens // rows
+    mask[::length] = False
+    zeros, none = torch.zeros(tokens), torch.zeros(tokens, dtype=torch.long)
+    segments = [Segment(i * length, (i + 1) * length, i) for i in range(rows)]
+    ids = torch.randint(5, 300, (tokens,), generator=torch.Generator().manual_seed(0))
+    position = torch.arange(length).repeat(rows)
+    return Batch(segments, [0], ids, position, mask, mask, none, none, none, zeros, zeros, zeros)
+
+
+def allocated(action):
+    """(result, most bytes) that `action` had allocated at once beyond what there was before: by the profiler's record of the allocator."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as record:
+        result = action()
+    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return result, most
+
+
+# ---- counts
+
+
+@pytest.mark.parametrize(
+    "name, parameters",
+    [
+        ("Qwen2.5-3B", 3_085_938_688),
+        ("Qwen2.5-7B", 7_615_616_512),
+        ("Llama-3.1-8B", 8_030_261_248),
+        ("Qwen3-8B", 8_190_735_360),
+    ],
+)
+def test_the_parameters_of_published_models_are_counted_to_the_last_one(published_sizes, name, parameters):
+    assert published_sizes[name].parameters == parameters and published_sizes[name].unknown == 0
+
+
+def test_parameters_and_adapter_are_those_of_the_model_that_is_trained(small):
+    policy = Policy(grpo_args(model=small))
+    found = plan.sizes(empty_model(small))
+    adapter = sum(p.numel() for p in policy.parameters)
+    assert found.adapter(8) == adapter
+    assert found.parameters == sum(p.numel() for p in policy.model.parameters()) - adapter
+    assert plan.base_bytes(found, 4, load_4bit=False) == 4 * found.parameters
+
+
+def test_the_adapter_of_a_3b_model_by_hand(published_sizes):
+    # a layer: q 2048+2048, k and v 2048+256 each, o 2048+2048, gate and up 2048+11008 each, down 11008+2048
+    assert published_sizes["Qwen2.5-3B"].adapter(32) == 36 * 32 * (2 * 4096 + 2 * 2304 + 3 * 13056) == 59_867_136
+
+
+@pytest.mark.parametrize(
+    "name, by_hand",
+    [
+        ("Qwen2.5-3B", 2 * 36 * 2 * 128 * 2),
+        ("Qwen2.5-7B", 2 * 28 * 4 * 128 * 2),
+        ("Llama-3.1-8B", 2 * 32 * 8 * 128 * 2),
+        ("Qwen3-8B", 2 * 36 * 8 * 128 * 2),
+    ],
+)
+def test_keys_and_values_of_a_token(published_sizes, name, by_hand):
+    assert plan.kv_bytes(published_sizes[name], 2) == by_hand
+    assert name != "Qwen2.5-3B" or by_hand == 36_864
+
+
+def test_a_4bit_base_takes_the_bytes_that_bitsandbytes_gives_it(small):
+    from bitsandbytes.nn import Params4bit
+
+    policy = Policy(grpo_args(model=small, load_4bit=True, dtype="bfloat16"))
+    held = 0
+    for p in policy.model.get_base_model().parameters():
+        if p.requires_grad:
+            continue
+        held += p.numel() * p.element_size()
+        if isinstance(p, Params4bit):
+            state = p.quant_state
+            parts = (state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code)
+            held += sum(t.numel() * t.element_size() for t in parts)
+    assert held == plan.base_bytes(plan.sizes(empty_model(small)), 2, load_4bit=True)
+
+
+def test_a_matrix_of_the_engine_s_4bit_base_takes_4_bytes_more_for_each_64_weights():
+    """vllm_bnb_plugin 0.0.3 (_dequantize_dq): the scales are unpacked to float32 at load, their own tables let go."""
+    from bitsandbytes.functional import dequantize_blockwise, quantize_4bit
+
+    packed, state = quantize_4bit(torch.randn(96, 200), compress_statistics=True, quant_type="nf4")
+    scales = dequantize_blockwise(state.absmax, state.state2) + state.offset
+    assert scales.dtype == torch.float32
+    assert packed.nbytes + scales.nbytes + state.code.nbytes == plan.nf4_bytes(96 * 200, nested=False)
+    assert plan.nf4_bytes(96 * 200, nested=False) == 96 * 200 // 2 + 4 * 96 * 200 // 64 + 64
+
+
+@pytest.mark.parametrize("optim", ["adamw", "adamw_8bit"])
+def test_the_optimizer_takes_the_bytes_of_its_states(small, optim):
+    policy = Policy(grpo_args(model=small, optim=optim, lora_rank=16))
+    for p in policy.parameters:
+        p.grad = torch.ones_like(p)
+    policy.step()
+    states = {}  # the tables of the 8-bit code are shared, and a step count is a number
+    for state in policy.optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.numel() > 1 and not name.startswith("qmap"):
+                states[value.data_ptr()] = value.numel() * value.element_size()
+    assert sum(states.values()) == plan.optimizer_bytes(plan.sizes(empty_model(small)), 16, optim)
+
+
+# ---- activations
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float32", "4bit"])
+def test_what_a_forward_pass_keeps_is_what_the_plan_says_within_1_percent(small, kind):
+    item, tokens = (4 if kind == "float32" else 2), 256
+    policy = Policy(grpo_args(model=small, dtype="float32" if item == 4 else "bfloat16", load_4bit=kind == "4bit"))
+    weights = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
+    kept = {}  # storages, so that none is freed and its address used again
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = policy.hidden(packed(tokens, rows=2))
+    found = plan.sizes(empty_model(small))
+    measured = sum(s.nbytes() for pointer, s in kept.items() if pointer not in weights)
+    assert measured / (tokens * found.layers * plan.saved_bytes(found, item, rank=8)) == pytest.approx(1, abs=0.01)
+    assert hidden.requires_grad
+
+
+@pytest.mark.parametrize("grad_checkpoint", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_update_takes_what_the_plan_says_and_up_to_10_percent_less(small, dtype, grad_checkpoint):
+    tokens = 768
+    args = grpo_args(model=small, dtype=dtype, grad_checkpoint=grad_checkpoint, micro_tokens=tokens, max_context=tokens)
+    policy, batch = Policy(args), packed(tokens, rows=2)
+
+    def update():
+        logp, _ = policy.logps(batch, moments=["entropy"])
+        logp.sum().backward()
+
+    update()
+    policy.optimizer.zero_grad()
+    _, measured = allocated(update)
+    made = plan.make(plan.sizes(empty_model(small)), args, 24 * GIB)
+    rows = {row.name: row.bytes for row in made.update}
+    gradients = rows["trainer: gradients"] // 2  # the flat copy comes after
+    planned = (
+        gradients + rows["trainer: activations"] + rows["trainer: last hidden states"] + rows["trainer: at the peak"]
+    )
+    assert 0.9 < measured / planned < 1.01
+
+
+@pytest.mark.parametrize("tokens", [48, 838, 1676, 2500])  # part of a chunk of 838, one, two, nearly three
+def test_a_chunk_of_logits_takes_12_bytes_a_number_however_many_there_are(published_sizes, tokens):
+    vocab, width = 20_000, 16
+    hidden = torch.randn(tokens, width, requires_grad=True)
+    weight, ids = torch.randn(vocab, width), torch.arange(tokens)
+    _, measured = allocated(lambda: token_logps(hidden, weight, ids, 1.0, moments=["entropy"]))
+    found = dataclasses.replace(published_sizes["Qwen2.5-3B"], vocab=vocab)
+    assert plan.chunk_bytes(found, tokens, cuda=False) == plan.HEAD * min(tokens, 838) * vocab
+    assert measured / plan.chunk_bytes(found, tokens, cuda=False) == pytest.approx(1, abs=0.02)
+    assert plan.chunk_bytes(found, 10**6) == pytest.approx(plan.HEAD * 2**27, rel=0.001)
+
+
+# ---- the plan
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("load_4bit", [False, True])
+def test_the_rows_add_up_and_the_engine_s_are_its_share(published_sizes, name, load_4bit):
+    card = 80 * GIB
+    for sleep in ("none", "kv", "full"):
+        args = grpo_args(load_4bit=load_4bit, sleep=sleep, gpu_memory=0.4)
+        made = plan.make(published_sizes[name], args, card)
+        for moment in ("sampling", "update"):
+            assert made.total(moment) == sum(row.bytes for row in getattr(made, moment))
+            assert all(isinstance(row.bytes, int) for row in getattr(made, moment))
+        engine = [row.bytes for row in made.sampling if row.name.startswith("engine")]
+        assert sum(engine) == math.ceil(0.4 * card)
+        trainer = [row for row in made.sampling if not row.name.startswith("engine")]
+        assert made.update[: len(trainer)] == trainer  # what the trainer holds always
+
+
+def test_what_each_sleep_mode_leaves_free(published_sizes):
+    """none keeps all but the working memory of a step, kv gives the pages back, full the weights and the adapter's slot too."""
+    plans = {
+        sleep: plan.make(published_sizes["Qwen2.5-3B"], grpo_args(sleep=sleep), 80 * GIB)
+        for sleep in ("none", "kv", "full")
+    }
+    held = {row.name: row.bytes for row in plans["none"].sampling}
+    total = {sleep: made.total("update") for sleep, made in plans.items()}
+    assert total["none"] - total["kv"] == held["engine: KV pages"]
+    parked = held["engine: base weights"] + held["engine: adapter slot"]
+    assert total["kv"] - total["full"] == parked and parked <= plans["full"].host <= 2 * parked
+    assert plans["kv"].host == plans["none"].host == 0
+    assert len({made.total("sampling") for made in plans.values()}) == 1
+
+
+@pytest.mark.parametrize(
+    "name, load_4bit, held, pinned",
+    [  # MiB. Of each layer qkv, o, gate and up, down where they have 10 MiB or more; then embedding and output layer
+        ("Qwen2.5-3B", False, 36 * (10 + 86 + 43) + 593.5, 36 * (16 + 128 + 64) + 1024),
+        ("Qwen2.5-7B", False, 28 * (31.5 + 24.5 + 259 + 129.5) + 2 * 1039.5, 28 * (32 + 32 + 512 + 256) + 2 * 2048),
+        ("Qwen2.5-7B", True, 28 * (64.75 + 32.375) + 2 * 1039.5, 28 * (128 + 64) + 2 * 2048),
+        ("Llama-3.1-8B", False, 32 * (48 + 32 + 224 + 112) + 2 * 1002, 32 * (64 + 32 + 256 + 128) + 2 * 1024),
+    ],
+)
+def test_what_is_parked_takes_the_next_power_of_two_a_matrix_and_twice_its_size_where_it_is_small(
+    published_sizes, name, load_4bit, held, pinned
+):
+    parked = plan.base_bytes(published_sizes[name], 2, load_4bit, nested=False) + 1000  # of an adapter slot
+    small = parked - int(held * 2**20)
+    assert 0 < small < 0.2 * parked
+    assert plan.host_bytes(published_sizes[name], 2, load_4bit, parked) == pinned * 2**20 + 2 * small
+
+
+def test_kv_pages_and_full_trajectories(published_sizes):
+    made = plan.make(published_sizes["Qwen2.5-3B"], grpo_args(max_context=4096), 80 * GIB)
+    pages = {row.name: row.bytes for row in made.sampling}["engine: KV pages"]
+    assert made.kv_tokens == pages // (16 * 36_864) * 16 and made.at_once == made.kv_tokens // 4096
+    odd = plan.make(published_sizes["Qwen2.5-3B"], grpo_args(max_context=4097), 80 * GIB)
+    assert odd.at_once == odd.kv_tokens // 4112  # a page holds 16 tokens and belongs to one trajectory
+
+
+def test_a_micro_batch_is_at_least_one_full_trajectory(published_sizes):
+    def activations(**changes):
+        made = plan.make(published_sizes["Qwen2.5-3B"], grpo_args(**changes), 80 * GIB)
+        return {row.name: row.bytes for row in made.update}["trainer: activations"]
+
+    assert activations(micro_tokens=1024, max_context=4096) == activations(micro_tokens=4096, max_context=4096)
+    assert activations(micro_tokens=8192, max_context=4096) == 2 * activations(micro_tokens=4096, max_context=4096)
+
+
+def test_more_ranks_sample_fewer_trajectories_each(published_sizes):
+    args = grpo_args(questions=64, group=8)
+    requests = [plan.make(published_sizes["Qwen2.5-3B"], args, 80 * GIB, world=n).requests for n in (1, 4, 8, 64)]
+    assert requests == [256, 128, 64, 8]
+
+
+def test_the_flags_that_are_advised_make_it_fit_and_none_of_them_is_needless(published_sizes):
+    advised = set()
+    for found in published_sizes.values():
+        for gib in (12, 16, 23.6, 47.4, 79.2):
+            for start in (dict(), dict(sleep="none", micro_tokens=16384), dict(gpu_memory=0.9)):
+                args, card = grpo_args(**(dict(lora_rank=32, max_context=4096) | start)), int(gib * GIB)
+                flags = plan.remedy(found, args, card)
+                advised.add(flags)
+                if flags is None:
+                    continue
+                words = flags.split("--")[1:]
+                parsed = [parse_args(train_grpo.Args, ["--task", "tiny_search", *f"--{w}".split()]) for w in words]
+                changes = {w.split()[0]: getattr(p, w.split()[0]) for w, p in zip(words, parsed)}
+                assert plan.make(found, dataclasses.replace(args, **changes), card).problems() == []
+                for name in changes:
+                    rest = {k: v for k, v in changes.items() if k != name}
+                    assert plan.make(found, dataclasses.replace(args, **rest), card).problems()
+    assert {None, "", "--grad_checkpoint"} < advised and any(f and "load_4bit" in f for f in advised)
+    assert any(f and "gpu_memory" in f for f in advised)
+
+
+# ---- --dry_run
+
+
+@pytest.fixture
+def dry(published, tmp_path, capsys, monkeypatch):
+    """Run --dry_run in this process, for the usual cards whatever this machine has. Returns what it prints."""
+    usual = {name: int(size * GIB) for name, size in plan.CARDS.items()}
+    monkeypatch.setattr(plan, "cards", lambda: usual)
+
+    def look(*words, script="train_grpo", model="Qwen2.5-3B"):
+        module = importlib.import_module(script)
+        given = ["--model", published.get(model, model), "--out", str(tmp_path / "run"), "--dry_run", *words]
+        args = parse_args(module.Args, given if "--task" in words else [*given, "--task", "tiny_search"])
+        plan.dry_run(args, tasks.load(args))
+        assert not (tmp_path / "run").exists()
+        return capsys.readouterr().out
+
+    return look
+
+
+@pytest.mark.parametrize("script", ["train_grpo", "train_tspo", "train_gtpo", "train_rtpo"])
+def test_every_script_plans_without_weights_and_leaves_nothing_behind(dry, script):
+    shown = dry(script=script)
+    assert "3,085,938,688 parameters, 36,864 bytes of keys and values a token" in shown
+    assert "weights: none in" in shown and "nothing was loaded" in shown
+    for moment in ("while sampling", "while updating"):
+        rows = shown.partition(moment)[2].partition("together")[0].splitlines()[1:-1]
+        together = shown.partition(moment)[2].partition("together, GiB")[2].split()
+        columns = [sum(float(row[32 + 10 * c : 42 + 10 * c]) for row in rows) for c in range(len(plan.cards()))]
+        for column, total in zip(columns, together):
+            assert column == pytest.approx(float(total), abs=0.006 * len(rows))
+
+
+def test_the_command_ends_with_0(published, tmp_path):
+    words = ["--model", published["Qwen2.5-3B"], "--task", "tiny_search", "--out", tmp_path / "run", "--dry_run"]
+    done = commands.command("train_tspo.py", *words)
+    assert done.returncode == 0 and "3,085,938,688" in done.stdout and not (tmp_path / "run").exists()
+
+
+def test_the_first_prompt_is_shown_as_the_model_sees_it(dry, published):
+
+    shown = dry("--seed", "3")
+    args = parse_args(train_grpo.Args, ["--model", published["Qwen2.5-3B"], "--task", "tiny_search", "--seed", "3"])
+    task = tasks.load(args)
+    ids = task.prompt_ids(task.take(1)[0])
+    assert task.decode(ids) in shown
+    assert f"{len(ids)} tokens of prompt; {4096 - len(ids)} of --max_context 4096 are left" in shown
+
+
+def test_a_trajectory_that_would_outgrow_the_context_is_warned_of_to_the_token(dry):
+    words = "--max_turns 3 --max_turn_tokens 100 --max_observation_tokens 50".split()
+    longest = int(dry(*words).partition("observed = ")[2].split()[0])
+    assert longest > 3 * 100 + 2 * 50
+    assert "does not fit: it ends" not in dry(*words, "--max_context", str(longest))
+    shown = dry(*words, "--max_context", str(longest - 1))
+    assert f"--max_context {longest} would hold it" in shown
+
+
+def test_faults_of_data_and_model_are_found_by_looking(dry, tmp_path):
+    (tmp_path / "q.jsonl").write_text('{"question": "Who?", "answers": []}\n')
+    with pytest.raises(SystemExit, match="q.jsonl, line 1: answers must be"):
+        dry("--task", str(tmp_path / "q.jsonl"), "--task_kind", "math")
+    with pytest.raises(SystemExit, match="takes 32768 tokens at most"):
+        dry("--max_context", "40000")
+    config_only(tmp_path / "sliding", "Qwen3-8B")
+    changed = json.loads((tmp_path / "sliding/config.json").read_text()) | dict(
+        use_sliding_window=True, sliding_window=512, max_window_layers=2
+    )
+    (tmp_path / "sliding/config.json").write_text(json.dumps(changed))
+    with pytest.raises(SystemExit, match="sliding-window attention"):
+        dry(model=str(tmp_path / "sliding"))
+
+
+def test_weights_are_held_against_the_configuration(dry, small, tmp_path):
+    import shutil
+
+    assert "1 file(s), as many numbers as config.json says" in dry("--max_context", "1024", model=small)
+    other = Path(shutil.copytree(small, tmp_path / "other"))
+    config = json.loads((other / "config.json").read_text()) | {"num_hidden_layers": 3, "layer_types": None}
+    (other / "config.json").write_text(json.dumps(config))
+    assert "warning: weights: " in dry("--max_context", "1024", model=str(other))
+
+
+def test_a_card_that_is_too_small_is_told_what_helps(dry):
+    shown = dry()
+    assert "24 GB: does not fit; update needs" in shown and "It fits with --grad_checkpoint." in shown
+    assert "80 GB: fits" in shown
+
+
+def test_a_resumed_run_may_be_looked_at(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    begun = parse_args(train_grpo.Args, ["--model", "tiny"])
+    folder = run.directory(begun)
+    folder.mkdir(parents=True)
+    (folder / "args.json").write_text(json.dumps(dataclasses.asdict(begun)))
+    assert parse_args(train_grpo.Args, ["--out", str(folder), "--resume", "--dry_run"]).dry_run
+
+
+# ---- docs/gpu.md
+
+
+def tables(found):
+    """{name of a table in docs/gpu.md: its lines}, by Sizes of the published models."""
+
+    def row(*cells):
+        return "| " + " | ".join(map(str, cells)) + " |"
+
+    def head(*cells):
+        return [row(*cells), "|" + "---|" * len(cells)]
+
+    def made(name, card=79.1, **changes):
+        options = dict(lora_rank=32, max_context=4096, micro_tokens=4096) | changes
+        return plan.make(found[name], grpo_args(**options), int(card * GIB))
+
+    def gib(count):
+        return f"{count / GIB:.1f}"
+
+    parts = head("model", "parameters", "base, bf16", "base, NF4", "adapter, its gradients", "adamw", "adamw_8bit")
+    for name, sizes in found.items():
+        bases = [gib(plan.base_bytes(sizes, 2, packed)) for packed in (False, True)]
+        states = [f"{plan.optimizer_bytes(sizes, 32, optim) / GIB:.2f}" for optim in ("adamw", "adamw_8bit")]
+        adapter = f"{4 * sizes.adapter(32) / GIB:.2f}, {8 * sizes.adapter(32) / GIB:.2f}"
+        parts.append(row(name, f"{sizes.parameters:,}", *bases, adapter, *states))
+
+    update = head("model", "base", "4,096, no checkpoint", "4,096", "8,192", "16,384", "`--sleep kv` adds")
+    for name in found:
+        for packed in (False, True):
+            options = [dict(), *(dict(grad_checkpoint=True, micro_tokens=n) for n in (4096, 8192, 16384))]
+            plans = [made(name, load_4bit=packed, sleep="full", **o) for o in options]
+            kv = made(name, load_4bit=packed, sleep="kv").total("update")
+            cells = [gib(each.total("update")) for each in plans] + [gib(kv - plans[0].total("update"))]
+            update.append(row(name, "NF4" if packed else "bf16", *cells))
+
+    cards = head("model", "base", *(f"{name} card" for name in plan.CARDS))
+    for name in found:
+        for packed in (False, True):
+            cells = []
+            for card in plan.CARDS.values():
+                one = made(name, card, load_4bit=packed, grad_checkpoint=True, gpu_memory=0.6)
+                cells.append("does not fit" if one.problems() else f"{gib(one.total('sampling'))} GiB, {one.at_once}")
+            cards.append(row(name, "NF4" if packed else "bf16", *cells))
+    return {"parts": parts, "update": update, "cards": cards}
+
+
+def fixed_page(page, found):
+    """docs/gpu.md with its tables as the plan has them."""
+    for name, lines in tables(found).items():
+        before, begin, rest = page.partition(f"<!-- {name}: begin -->\n")
+        _, end, after = rest.partition(f"<!-- {name}: end -->")
+        assert begin and end, f"docs/gpu.md has no marks for the table {name}"
+        page = before + begin + "\n".join(lines) + "\n" + end + after
+    return page
+
+
+def test_the_tables_of_the_page_are_the_plan_s(published_sizes):
+    page = (ROOT / "docs/gpu.md").read_text()
+    assert fixed_page(page, published_sizes) == page, "python tests/engine/test_memory.py --fix"
+
+
+def test_the_host_memory_that_page_and_recipes_name_is_the_plan_s(published_sizes):
+    def host(name):
+        args = grpo_args(lora_rank=32, max_context=4096, sleep="full")
+        return plan.make(published_sizes[name], args, 80 * GIB).host / GIB
+
+    page = (ROOT / "docs/gpu.md").read_text()
+    assert f"for a rank of Qwen2.5-7B {host('Qwen2.5-7B'):.0f} GiB, for 8 ranks {8 * host('Qwen2.5-7B'):.0f}." in page
+    for recipe, name in (("gtpo", "Qwen2.5-7B"), ("rtpo", "Qwen3-8B")):
+        assert f"{host(name):.0f} GiB of host memory a rank" in (ROOT / f"runs/{recipe}.sh").read_text()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--fix"]:
+        sys.exit(__doc__)
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = {name: config_only(Path(scratch) / name, name) for name in NUMBERS}
+        known = {name: plan.sizes(empty_model(folder)) for name, folder in folders.items()}
+    target = ROOT / "docs/gpu.md"
+    target.write_text(fixed_page(target.read_text(), known))

@@ -1,0 +1,306 @@
+"""The policy: log-probabilities, gradients and steps equal what plain code computes."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import random_groups
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import train_grpo
+from common import policy
+from common.attention import token_logps
+from common.batch import pack
+from common.policy import Policy
+
+
+@pytest.fixture
+def made(make_args):
+    """A policy whose adapter is far from zero, and a batch."""
+    torch.manual_seed(0)
+    policy = Policy(make_args())
+    enlarge(policy)
+    return policy, pack(*random_groups.groups())
+
+
+def enlarge(policy, scale=0.05):
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in policy.parameters:
+            p += (torch.randn(p.shape, generator=generator) * scale).to(p)
+
+
+def test_enlarging_reaches_parameters_on_a_gpu():
+    """tests/gpu makes its policies so. Fake tensors refuse what a GPU would, and need none."""
+    with FakeTensorMode():
+        enlarge(SimpleNamespace(parameters=[torch.zeros(2, 2, device="cuda"), torch.zeros(2, dtype=torch.bfloat16)]))
+
+
+def plain_logps(model, ids, temperature=1.0):
+    """log p(ids[t] | ids[:t]) by a plain forward pass of one row with its own attention; 0 at t = 0."""
+    logits = model(input_ids=torch.tensor([ids]), segments=[(0, len(ids), [])]).logits[0].float() / temperature
+    logps = logits[:-1].log_softmax(-1).gather(-1, torch.tensor(ids)[1:, None])[:, 0]
+    return torch.cat([torch.zeros(1), logps])
+
+
+def gradient(policy, batch, args, micro_tokens):
+    policy.optimizer.zero_grad()
+    batch.weight = train_grpo.token_weights(batch, float, args)
+    for micro in batch.micro(micro_tokens):
+        loss, _ = train_grpo.policy_loss(policy.logps(micro), micro, args)
+        loss.backward()
+    return policy.gradient()
+
+
+def close(a, b, relative=1e-5):
+    return float((a - b).norm() / b.norm()) < relative
+
+
+def test_logps_equal_a_plain_forward_of_each_row(made):
+    policy, batch = made
+    for temperature in (1.0, 0.7):
+        policy.temperature = temperature
+        logps = policy.logps(batch, grad=False)
+        for segment in batch.segments:
+            row = slice(segment.start, segment.end)
+            plain = plain_logps(policy.model, batch.ids[row].tolist(), temperature)
+            assert torch.allclose(logps[row], plain * batch.mask[row], atol=2e-5)
+    assert float(logps[~batch.mask].abs().sum()) == 0
+
+
+def test_our_attention_equals_the_models_own(made, qwen):
+    """The plain forward above uses the segment attention too: hold it against transformers' own once."""
+    from transformers import AutoModelForCausalLM
+
+    policy, batch = made
+    ids = batch.ids[: batch.segments[0].end][None]
+    own = AutoModelForCausalLM.from_pretrained(qwen, attn_implementation="eager", dtype=torch.float32)(
+        input_ids=ids
+    ).logits[0]
+    with policy.model.disable_adapter():
+        ours = policy.model(input_ids=ids, segments=[(0, ids.shape[1], [])]).logits[0]
+    assert torch.allclose(own, ours, atol=1e-4)
+
+
+def test_adapter_off_is_the_base_and_a_fresh_adapter_changes_nothing(make_args):
+    policy, batch = Policy(make_args()), pack(*random_groups.groups())
+    fresh = policy.logps(batch, grad=False)
+    assert torch.equal(fresh, policy.logps(batch, adapter=False, grad=False))
+    enlarge(policy)
+    assert float((policy.logps(batch, grad=False) - fresh).abs().max()) > 0.01
+    assert torch.equal(policy.logps(batch, adapter=False, grad=False), fresh)
+
+
+def test_gradient_is_the_same_for_every_micro_batch_size_and_packing_order(made, make_args):
+    policy, batch = made
+    args = make_args()
+    whole = gradient(policy, batch, args, 10**6)
+    assert float(whole.norm()) > 0
+    for micro_tokens in (1, 60, 150):
+        assert close(gradient(policy, batch, args, micro_tokens), whole)
+    groups, advantages = random_groups.groups()
+    order = [2, 0, 1]
+    shuffled = pack([groups[i] for i in order], [advantages[i] for i in order])
+    assert close(gradient(policy, shuffled, args, 150), whole)
+    for i, group in enumerate(groups):
+        random.Random(i).shuffle(group.trajectories)
+        random.Random(i).shuffle(advantages[i])
+    assert close(gradient(policy, pack(groups, advantages), args, 150), whole)
+
+
+def test_gradient_with_checkpointing_is_the_same(made, make_args):
+    policy, batch = made
+    args = make_args(grad_checkpoint=True)
+    torch.manual_seed(0)
+    other = Policy(args)
+    enlarge(other)
+    assert close(gradient(other, batch, args, 150), gradient(policy, batch, args, 150))
+
+
+def test_chunked_head_equals_the_full_matrix_in_value_gradient_and_moments():
+    """150 tokens over 2**18 words are three chunks of 64; the reference is the full matrix in float64."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(150, 8, requires_grad=True), torch.randn(2**18, 8) / 2
+    ids, adv = torch.randint(0, 2**18, (150,)), torch.randn(150)
+    for temperature in (1.0, 0.7):
+        log_p = (hidden.double() @ weight.double().T / temperature).log_softmax(-1)
+        plain = log_p.gather(-1, ids[:, None])[:, 0]
+        (slope,) = torch.autograd.grad((plain * adv).sum(), hidden)
+        values, entropy, squares = token_logps(hidden, weight, ids, temperature, moments=["entropy", "squares"])
+        (ours,) = torch.autograd.grad((values * adv).sum(), hidden)
+        assert torch.allclose(values.double(), plain, atol=5e-5)
+        assert close(ours, slope, 1e-3)  # float32 sums over 2**18 words; autograd's own float32 is no nearer
+        assert torch.allclose(entropy.double(), -(log_p.exp() * log_p).sum(-1), atol=2e-4)
+        assert torch.allclose(squares.double(), log_p.exp().square().sum(-1), rtol=1e-3)
+        assert torch.equal(token_logps(hidden, weight, ids, temperature)[0], values)
+
+
+def test_every_lora_matrix_learns_and_what_is_outside_the_mask_does_not_count(made, make_args):
+    policy, batch = made
+    gradient(policy, batch, make_args(), 10**6)
+    assert all(float(p.grad.abs().max()) > 0 for p in policy.parameters)
+    policy.optimizer.zero_grad()
+    context = policy.logps(batch, positions=~batch.mask & (batch.position > 0))
+    (context * batch.mask).sum().backward()
+    assert float(policy.gradient().abs().max()) == 0
+
+
+def test_positions_ask_for_other_tokens(made):
+    policy, batch = made
+    wanted = batch.position > 0
+    everything = policy.logps(batch, wanted, grad=False)
+    assert torch.allclose(everything[batch.mask], policy.logps(batch, grad=False)[batch.mask], atol=1e-6)
+    assert int((everything != 0).sum()) == int(wanted.sum())
+
+
+def test_step_clips_once_and_returns_the_norm_before(made, make_args):
+    policy, batch = made
+    args = make_args()
+    gradient(policy, batch, args, 10**6)
+    norm = float(policy.gradient().norm())
+    policy.grad_clip = norm / 2
+    seen = {}
+    policy.optimizer.step = lambda: seen.update(
+        norm=float(torch.cat([p.grad.reshape(-1) for p in policy.parameters]).norm())
+    )
+    stats = policy.step(lr_scale=0.5)
+    assert stats["grad_norm"] == pytest.approx(norm, rel=1e-5) and stats["skipped"] == 0
+    assert stats["lr"] == pytest.approx(5e-4)
+    assert seen["norm"] == pytest.approx(norm / 2, rel=1e-4)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_skips_the_step(made, make_args, bad):
+    policy, batch = made
+    gradient(policy, batch, make_args(), 10**6)
+    before = [p.detach().clone() for p in policy.parameters]
+    policy.parameters[0].grad[0, 0] = bad
+    assert policy.step()["skipped"] == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters))
+    gradient(policy, batch, make_args(), 10**6)
+    assert policy.step()["skipped"] == 0
+    assert not torch.equal(before[0], policy.parameters[0])
+
+
+def test_a_batch_without_trained_tokens_takes_part_with_zeros_and_momentum_alone_moves_nothing(made, make_args):
+    policy, batch = made
+    gradient(policy, batch, make_args(), 10**6)
+    assert policy.step()["grad_norm"] > 0  # the optimizer has momentum now
+    before = [p.detach().clone() for p in policy.parameters]
+    assert float(gradient(policy, pack([], []), make_args(), 100).abs().sum()) == 0
+    assert policy.step() == {"grad_norm": 0, "lr": policy.lr, "skipped": 0, "updates": 0}
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters))
+
+
+def test_the_canary_changes_the_model_and_puts_back_every_bit(made):
+    policy, batch = made
+    before = [p.detach().clone() for p in policy.parameters]
+    plain = policy.logps(batch, grad=False)
+    with policy.canary():
+        assert float((policy.logps(batch, grad=False) - plain).abs().max()) > 0.01
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters))
+
+
+def test_adamw_8bit_and_a_4bit_base_train_on_a_cpu(make_args):
+    batch = pack(*random_groups.groups())
+    for changes in (dict(optim="adamw_8bit"), dict(load_4bit=True), dict(dtype="bfloat16")):
+        args = make_args(**changes)
+        policy = Policy(args)
+        start = policy.logps(batch, grad=False)
+        for _ in range(3):
+            grad = gradient(policy, batch, args, 150)
+            assert torch.isfinite(grad).all() and float(grad.norm()) > 0
+            assert policy.step()["skipped"] == 0
+        moved = policy.logps(batch, grad=False)
+        adv = batch.adv[batch.mask]
+        assert float(((moved - start)[batch.mask] * adv).sum()) > 0  # good tokens have become likelier than bad ones
+        assert all(p.dtype == torch.float32 for p in policy.parameters)
+
+
+def test_a_saved_adapter_is_a_normal_peft_adapter_and_can_be_started_from(made, make_args, tmp_path, qwen):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    policy, batch = made
+    policy.save_adapter(tmp_path / "adapter")
+    again = Policy(make_args(adapter=str(tmp_path / "adapter")))
+    assert torch.equal(again.logps(batch, grad=False), policy.logps(batch, grad=False))
+    assert all(p.requires_grad for p in again.parameters) and len(again.parameters) == len(policy.parameters)
+    plain = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32), tmp_path / "adapter"
+    )
+    segment = batch.segments[0]
+    ids = batch.ids[: segment.end]
+    logps = plain(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+    assert torch.allclose(
+        policy.logps(batch, grad=False)[1 : segment.end], logps * batch.mask[1 : segment.end], atol=2e-5
+    )
+
+
+def test_models_our_head_or_attention_would_get_wrong_are_refused(tmp_path):
+    import small_models
+    from transformers import AutoModelForCausalLM
+
+    path = small_models.random_qwen(tmp_path, use_sliding_window=True, sliding_window=64, max_window_layers=0)
+    with pytest.raises(SystemExit, match="sliding-window"):
+        policy.refuse_unsupported(AutoModelForCausalLM.from_pretrained(path))
+
+
+def test_a_context_longer_than_the_model_takes_is_refused(make_args):
+    with pytest.raises(SystemExit, match="--max_context 4096: this model takes 2048 tokens at most"):
+        Policy(make_args(max_context=4096))
+
+
+def test_a_window_that_a_model_slides_without_layer_types_is_refused():
+    from transformers import MistralConfig, MistralForCausalLM
+
+    small = dict(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    base = MistralForCausalLM(MistralConfig(**small, sliding_window=16))
+    with pytest.raises(SystemExit, match="sliding-window"):
+        policy.refuse_unsupported(base, 64)
+    policy.refuse_unsupported(base, 16)
+
+
+def test_an_adapter_trained_with_dropout_gives_the_same_log_probabilities_twice(made, make_args, tmp_path):
+    import json
+
+    policy, batch = made
+    policy.save_adapter(tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"lora_dropout": 0.5}))
+    dropped = Policy(make_args(adapter=str(tmp_path), grad_checkpoint=True))
+    assert torch.equal(dropped.logps(batch, grad=False), policy.logps(batch, grad=False))
+
+
+def test_measuring_the_kl_changes_no_bit_of_a_run(make_args):
+    """One update with signal and one without, which must not be moved by momentum either."""
+    groups, advantages = random_groups.groups()
+    nothing = [[[0.0] * len(adv_K) for adv_K in adv_GK] for adv_GK in advantages]
+    weights, kl = [], None
+    for measured in ({}, {"kl_coef": float(compare.MEASURE_KL[1]), "kl": compare.MEASURE_KL[3]}):
+        torch.manual_seed(0)
+        args = make_args(**measured)
+        policy = Policy(args)
+        with torch.no_grad():
+            for p in policy.parameters:
+                p += 0.05 * torch.randn(p.shape)
+        norms = []
+        for adv in (advantages, nothing):
+            batch = pack(groups, adv)
+            train_grpo.prepare(batch, policy, args)
+            batch.weight = train_grpo.token_weights(batch, float, args)
+            loss, stats = train_grpo.policy_loss(policy.logps(batch), batch, args)
+            loss.backward()
+            norms.append(policy.step()["grad_norm"])
+        kl = stats.get("kl_ref")
+        weights.append(torch.cat([p.detach().flatten() for p in policy.parameters]))
+        assert norms[0] > 0 and norms[1] == 0
+    assert torch.equal(*weights) and float(kl.detach()) > 0.01

@@ -1,0 +1,71 @@
+"""One rank and two ranks: the same gradient, the same samples, and a rank without work takes part."""
+
+import commands
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module")
+def results(qwen, tmp_path_factory):
+    out = tmp_path_factory.mktemp("ranks")
+    for ranks in (1, 2):
+        commands.command("tests/helpers/rank_worker.py", qwen, out / f"of{ranks}", ranks=ranks)
+    load = lambda name: torch.load(out / name, weights_only=False)  # noqa: E731
+    return load("of1.0"), [load("of2.0"), load("of2.1")]
+
+
+@pytest.mark.parametrize("count", [3, 1])
+@pytest.mark.parametrize("average", ["token", "turn", "trajectory", "constant"])
+def test_two_ranks_give_the_gradient_of_one(results, count, average):
+    one, two = results[0][count, average], [r[count, average] for r in results[1]]
+    assert float(one.norm()) > 0
+    assert torch.equal(*two)
+    assert float((two[0] - one).norm() / one.norm()) < 1e-5
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(results):
+    assert [r["skipped"] for r in results[1]] == [1, 1]
+    assert all(r["unchanged"] for r in results[1])
+
+
+@pytest.fixture(scope="module", params=["train_grpo.py --questions 1", "train_rtpo.py --questions 3"])
+def runs(request, tmp_path_factory):
+    """(metrics, samples) of the tiny model on one rank and on two. GRPO: in each step one of two ranks has no question. RTPO: one rank
+    has the boundaries of two questions, the other those of one, and not at every turn."""
+    found = []
+    for ranks in (1, 2):
+        out = tmp_path_factory.mktemp("run") / f"of{ranks}"
+        words = f"{request.param} --model tiny --steps 3 --eval_questions 5 --eval_every 0 --out {out}"
+        commands.command(*words.split(), ranks=ranks)
+        found.append((commands.read_lines(out / "metrics.jsonl"), commands.read_lines(out / "samples.jsonl")))
+    return found
+
+
+def test_two_ranks_sample_what_one_samples(runs):
+    key = lambda s: (s["kind"], s["step"], s["question_id"], s["forked"], s["sample"])  # noqa: E731
+    texts = [
+        [(key(s), [t["text"] for t in s["turns"]], s["outcome"]) for s in sorted(samples, key=key)]
+        for _, samples in runs
+    ]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 2 * 5 + sum(line["rollout/trajectories"] or 0 for line in runs[0][0])
+
+
+def test_two_ranks_learn_as_one(runs):
+    one, two = (metrics for metrics, _ in runs)
+    assert any(line["optim/grad_norm"] for line in one[1:])
+    for a, b in zip(one, two):
+        for name in (
+            "reward/mean",
+            "rollout/trajectories",
+            "rollout/sampled_tokens",
+            "rollout/action_tokens",
+            "policy/entropy",
+            "loss/policy",
+            "optim/grad_norm",
+            "optim/updates",
+            "eval/em",
+        ):
+            assert b[name] == (None if a[name] is None else pytest.approx(a[name], rel=1e-3, abs=1e-7)), name
+        if b["policy/sampler_maxdiff"] is not None:
+            assert b["policy/sampler_maxdiff"] < 1e-4

@@ -1,0 +1,39 @@
+"""Run the project's own commands in a subprocess, as a user does."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def launcher(ranks=1):
+    """(first words of a command, environment) to run a script, with one thread a rank under torchrun."""
+    launch = [sys.executable]
+    if ranks > 1:
+        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    threads = max(1, (os.cpu_count() or 2) // ranks)
+    environment = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR")
+    }
+    return launch, environment | {"OMP_NUM_THREADS": str(threads)}
+
+
+def command(*words, ranks=1, check=True, env=None):
+    """Run a script to its end. Returns the finished process; its output is in the message when it fails."""
+    launch, environment = launcher(ranks)
+    environment |= env or {}
+    done = subprocess.run(
+        [*launch, *map(str, words)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    if check:
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done
+
+
+def read_lines(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]

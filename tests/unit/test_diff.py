@@ -1,0 +1,189 @@
+"""The scripts side by side: what they share is the same text, and each differs from train_grpo.py by its idea only.
+
+    python tests/unit/test_diff.py --fix       copies what is shared from train_grpo.py into the other scripts, and
+                                          writes the diff of each script into its page under docs/
+
+A script names the blocks it overrides in its docstring (`Overrides: collect, compute_advantages.`). Blocks are the imports, the shared
+arguments (down to `# ---- algorithm`), each function, and the last lines. A user's copy of a script is not looked at.
+"""
+
+import ast
+import dataclasses
+import difflib
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+REFERENCE = "train_grpo.py"
+ALGORITHM = "    # ---- algorithm\n"
+
+
+def known_to_git(*patterns):
+    """Files that git tracks: a user's copy of a script is none."""
+    done = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+SCRIPTS = tuple(name for name in known_to_git("train_*.py", "more/train_*.py") if name != REFERENCE)
+
+
+def blocks(source):
+    """{name: text} of a script in its order; all texts together are the script."""
+    lines = source.splitlines(keepends=True)
+    tree = ast.parse(source)
+    names, starts = ["docstring", "imports"], [0, tree.body[0].end_lineno]
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.If)):
+            names.append(getattr(node, "name", "__main__"))
+            starts.append(min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))]) - 1)
+    texts = ["".join(lines[a:b]) for a, b in zip(starts, [*starts[1:], len(lines)])]
+    found = dict(zip(names, texts, strict=True))
+    assert "".join(found.values()) == source and ALGORITHM in found["Args"]
+    parts = {}
+    for name, text in found.items():
+        shared, marker, own = text.partition(ALGORITHM)
+        parts |= {"Args": shared + marker, "algorithm": own} if name == "Args" else {name: text}
+    return parts
+
+
+def overrides(script):
+    """The words after `Overrides:` in a script's docstring: names of blocks, and of arguments with another default."""
+    docstring = ast.get_docstring(ast.parse(script))
+    return set(re.findall(r"\w+", re.search(r"Overrides: (.*?)\.", docstring, re.DOTALL)[1]))
+
+
+def read(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def idea(script):
+    """What counts as a script's changed lines: all but the docstring, the algorithm's own arguments (methods of Args do count) and
+    functions that only make numbers to log (folr_stats)."""
+    parts = blocks(script)
+    fields = re.compile(r'^    \w+: .*\n    """.*"""\n', re.MULTILINE)
+    parts["algorithm"] = fields.sub("", parts["algorithm"]).strip("\n")
+    counted = (text for name, text in parts.items() if name != "docstring" and not name.endswith("_stats"))
+    return "\n".join(counted).splitlines()
+
+
+def difference(script):
+    """Lines of the unified diff from train_grpo.py to a script that were added or removed, empty ones included."""
+    lines = difflib.unified_diff(idea(read(REFERENCE)), idea(script), n=0, lineterm="")
+    return [line for line in lines if line[0] in "+-" and not line.startswith(("+++", "---"))]
+
+
+def page_of(name):
+    return f"docs/{name.removeprefix('train_').removesuffix('.py')}.md"
+
+
+def fixed_page(page, name):
+    """A docs page with the diff from train_grpo.py to its script between the marks."""
+    texts = [read(script).splitlines() for script in (REFERENCE, name)]
+    for i, text in enumerate(texts):
+        texts[i] = text[text.index('"""', 1) + 1 :]  # the docstrings are prose
+    lines = difflib.unified_diff(*texts, REFERENCE, name, n=1, lineterm="")
+    head, begin, rest = page.partition("<!-- diff: begin -->\n")
+    _, end, tail = rest.partition("<!-- diff: end -->")
+    assert begin and end, f"{page_of(name)} has no marks for the diff"
+    return head + begin + "\n".join(["```diff", *lines, "```", ""]) + end + tail
+
+
+def fixed(script):
+    """The script with every shared block as it stands in train_grpo.py."""
+    parts, reference = blocks(script), blocks(read(REFERENCE))
+    own = overrides(script) | {"docstring", "algorithm"}
+    return "".join(text if name in own or name not in reference else reference[name] for name, text in parts.items())
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_blocks_that_are_not_overridden_are_those_of_the_reference(name):
+    parts, reference = blocks(read(name)), blocks(read(REFERENCE))
+    shared = set(reference) - {"docstring", "algorithm"}
+    differing = {block for block in shared if parts.get(block) != reference[block]}
+    assert differing == overrides(read(name)) & shared, (
+        "python tests/unit/test_diff.py --fix, or name the block in Overrides"
+    )
+    assert [block for block in parts if block in reference] == list(reference)  # in the same order
+
+
+def test_main_is_the_same_in_every_script():
+    assert len({blocks(read(name))["main"] for name in (REFERENCE, *SCRIPTS)}) == 1
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_has_at_most_60_changed_lines(name):
+    assert 0 < len(difference(read(name))) <= 60
+
+
+def test_what_two_scripts_add_under_one_name_is_one_text():
+    seen = {}
+    for name in SCRIPTS:
+        for block, text in blocks(read(name)).items():
+            if block not in blocks(read(REFERENCE)):
+                assert seen.setdefault(block, text) == text, block
+
+
+def flags(name):
+    """{flag: {"type", "default", "help"}} of a script, read from its classes: Sampling, Shared, Args."""
+    docs = {}
+    for file in ("common/args.py", name):
+        for node in ast.parse(read(file)).body:
+            if isinstance(node, ast.ClassDef):
+                for item, after in zip(node.body, [*node.body[1:], None]):
+                    if isinstance(item, ast.AnnAssign):
+                        docs[item.target.id] = ast.unparse(item.annotation), after.value.value
+    fields = dataclasses.fields(importlib.import_module(name.removesuffix(".py").replace("/", ".")).Args)
+    return {f.name: {"type": docs[f.name][0], "default": f.default, "help": docs[f.name][1]} for f in fields}
+
+
+@pytest.mark.parametrize("name", [REFERENCE, *SCRIPTS])
+def test_shared_arguments_have_the_reference_s_default_unless_the_script_says_otherwise(name):
+    ours, theirs = flags(name), flags(REFERENCE)
+    assert {k for k in theirs if ours[k]["default"] != theirs[k]["default"]} == overrides(read(name)) & set(theirs)
+    own = re.findall(r"^    (\w+): ", blocks(read(name))["algorithm"], re.MULTILINE)
+    assert list(ours) == list(theirs) + [flag for flag in own if flag not in theirs]  # the algorithm's own come last
+
+
+@pytest.mark.parametrize("name", ["eval.py", REFERENCE, *SCRIPTS])
+def test_the_flags_are_those_of_the_frozen_list(name):
+    """Names, types, defaults and meanings: a change of tests/unit/flags.json is a change of the interface."""
+    frozen = json.loads(read("tests/unit/flags.json"))[name]
+    found = flags(name)
+    assert set(found) == set(frozen)
+    for flag, frozen_flag in frozen.items():
+        assert found[flag] == frozen_flag, flag
+
+
+def test_a_script_reads_every_flag_that_it_declares():
+    declared = re.findall(r"^    (\w+): ", blocks(read(REFERENCE))["Args"], re.MULTILINE)
+    assert [flag for flag in declared if f"args.{flag}" not in read(REFERENCE)] == [] and len(declared) > 10
+
+
+def test_fix_copies_what_is_shared_and_leaves_the_idea_alone():
+    script = read("train_tspo.py")
+    spoilt = script.replace("# ---- 3. credit", "# ---- 3. whatever").replace("return k, gold\n", 'return k, "mine"\n')
+    assert spoilt != script and fixed(spoilt) == script.replace("return k, gold\n", 'return k, "mine"\n')
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_page_shows_the_diff_of_its_script(name):
+    assert fixed_page(read(page_of(name)), name) == read(page_of(name)), "python tests/unit/test_diff.py --fix"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--fix"]:
+        sys.exit(__doc__)
+    for target, made in [
+        *((name, fixed) for name in SCRIPTS),
+        *((page_of(name), lambda page, name=name: fixed_page(page, name)) for name in SCRIPTS),
+    ]:
+        before = read(target)
+        if (after := made(before)) != before:
+            (ROOT / target).write_text(after, encoding="utf-8")
+            print(f"{target}: brought up to date with train_grpo.py")

@@ -1,0 +1,64 @@
+"""Plain English: phrases that a reader has to solve are in no comment, docstring, message or page."""
+
+import ast
+import io
+import re
+import subprocess
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ODD = re.compile(r"\b(goes on|go on|is said|of its own|stands?|what (is|was) (kept|given|asked))\b", re.IGNORECASE)
+# Texts that a model reads, and quotations: they do not change for the sake of style. (file, phrase)
+QUOTED = {("tools/simulate.py", "stands on one line of its own")}
+
+
+def files(*patterns):
+    done = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", *patterns],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [name for name in done.stdout.split() if (ROOT / name).exists()]
+
+
+def prose(name):
+    """(line, text) of what people read in a file: of Python comments, docstrings and, outside of tests, all other strings."""
+    source = (ROOT / name).read_text(encoding="utf-8")
+    if not name.endswith(".py"):
+        yield from enumerate(source.splitlines(), 1)
+        return
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if not name.startswith("tests/"):
+                yield node.lineno, node.value
+        elif isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and name.startswith("tests/"):
+            yield getattr(node, "lineno", 1), ast.get_docstring(node) or ""
+
+
+def odd_phrases(name):
+    for line, text in prose(name):
+        for file, phrase in QUOTED:
+            text = text.replace(phrase, "") if file == name else text
+        # A line break in the middle of a phrase hides it from nobody.
+        for found in ODD.finditer(" ".join(text.split())):
+            yield f"{name}:{line}: {found[0]}"
+
+
+@pytest.mark.parametrize("pattern", ["*.py", "*.md", "*.sh", "*.html"])
+def test_no_odd_phrase(pattern):
+    found = [each for name in files(pattern) if name != "tests/unit/test_english.py" for each in odd_phrases(name)]
+    assert found == []
+
+
+def test_an_odd_phrase_is_found_across_lines_and_in_comments(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    (tmp_path / "a.py").write_text('"""It goes\non."""\nx = f"{1} stands here"  # a room of its own\n')
+    assert sorted(odd_phrases("a.py")) == ["a.py:1: goes on", "a.py:3: of its own", "a.py:3: stands"]

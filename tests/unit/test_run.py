@@ -1,0 +1,482 @@
+"""The run directory and the metrics."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import commands
+import pytest
+import random_groups
+
+import train_grpo
+from common import ending, run
+from common.log import METRICS, Log, sample
+from common.turns import Turn
+from view import metrics, show
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def log(tmp_path):
+    return Log(train_grpo.Args(out=str(tmp_path)))
+
+
+def lines(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+
+def called(turn, status):
+    turn.tool, turn.tool_status = "search", status
+    return turn
+
+
+def test_every_line_has_every_key_and_null_where_nothing_was_measured(log, tmp_path):
+    log.mean("eval/em", 1.0)
+    log.mean("eval/em", 0.0)
+    log.write(0, 0)
+    made, advantages = random_groups.groups()
+    log.rollouts(made, advantages)
+    log.write(1, 3)
+    first, second = lines(tmp_path)
+    assert set(first) == set(second) == set(METRICS)
+    assert (first["eval/em"], first["reward/mean"], second["eval/em"]) == (0.5, None, None)
+    assert (second["step"], second["questions"], second["rollout/trajectories"]) == (1, 3, 12)
+
+
+def test_rollout_metrics_by_hand(log):
+    """Groups of 4: outcomes 1 0 1 0, 1 0 1 0, 0 0 0 0."""
+    made, advantages = random_groups.groups()
+    for trajectory in made[0].trajectories:
+        trajectory.stop = "answer"
+    called(made[0].trajectories[0].turns[0], "ok")
+    called(made[0].trajectories[1].turns[0], "timeout")
+    log.rollouts(made, advantages)
+    line = log.write(1, 3)
+    assert line["reward/mean"] == pytest.approx(4 / 12)
+    assert line["reward/std"] == pytest.approx(1 / 3)  # 0.5, 0.5, 0
+    assert (line["reward/all_wrong"], line["reward/all_right"]) == (pytest.approx(1 / 3), 0)
+    assert line["rollout/stop_answer"] == pytest.approx(4 / 12)
+    assert (line["rollout/tool_calls"], line["rollout/tool_used"], line["rollout/tool_success"]) == (
+        pytest.approx(2 / 12),
+        pytest.approx(2 / 12),
+        0.5,
+    )
+    turns = [t for g in made for tr in g.trajectories for t in tr.turns]
+    assert line["rollout/turns"] == pytest.approx(len(turns) / 12)
+    assert line["rollout/action_tokens"] == pytest.approx(sum(len(t.action_ids) for t in turns) / len(turns))
+
+
+def test_a_forked_trajectory_counts_where_it_was_sampled_and_not_as_an_episode(log):
+    made, _ = random_groups.groups(count=2, size=2)
+    for g in made:
+        for trajectory in g.trajectories:
+            trajectory.turns = (trajectory.turns * 3)[:3]
+    whole, forked = made
+    for trajectory in forked.trajectories:
+        trajectory.forked, trajectory.outcome, trajectory.stop = 2, 1.0, "length"
+    whole.trajectories[0].outcome, whole.trajectories[1].outcome = 1.0, 0.0
+    log.rollouts(made, [[[None] * 3] * 2, [[None, None, 0.5], [None, None, -0.5]]])
+    line = log.write(1, 2)
+    assert (line["reward/mean"], line["reward/all_right"], line["rollout/turns"]) == (0.5, 0, 3)
+    assert (line["rollout/stop_length"], line["credit/zero_frac"], line["credit/adv_abs"]) == (0, 0, 0.5)
+    tokens = lambda g, start: sum(len(t.action_ids) for tr in g.trajectories for t in tr.turns[start:])  # noqa: E731
+    assert (line["rollout/trajectories"], line["rollout/sampled_tokens"]) == (4, tokens(whole, 0) + tokens(forked, 2))
+
+
+def test_the_mean_reward_is_over_trajectories_and_not_over_groups(log):
+    """RTPO: 2 trunks that are right, and 6 siblings of the first turn that are wrong."""
+    trunks, siblings = random_groups.groups(count=2, size=6)[0]
+    trunks.trajectories = trunks.trajectories[:2]
+    for group, outcome in ((trunks, 1.0), (siblings, 0.0)):
+        for trajectory in group.trajectories:
+            trajectory.outcome = outcome
+    log.rollouts([trunks, siblings], [[[None] * len(t.turns) for t in g.trajectories] for g in (trunks, siblings)])
+    line = log.write(1, 1)
+    assert (line["reward/mean"], line["reward/all_right"]) == (0.25, 0.5)
+
+
+def test_a_message_after_an_invalid_turn_is_no_tool_output(log):
+    made, advantages = random_groups.groups(count=1, size=2)
+    heard, refused = (t.turns[0] for t in made[0].trajectories)
+    called(heard, "ok").observation_ids = [1] * 10
+    refused.tool_status, refused.observation_ids = "invalid", [1] * 40
+    log.rollouts(made, advantages)
+    assert log.write(1, 1)["rollout/observation_tokens"] == 10
+
+
+def test_minibatches_without_samples_do_not_thin_the_numbers_of_the_others(log):
+    import torch
+
+    from common.batch import pack
+
+    batch = pack(*random_groups.groups())
+    batch.weight = batch.mask / batch.mask.sum()
+    for part in (batch, batch.select([])):  # as for a turn whose boundaries fall into one part
+        stats = {"policy": torch.tensor(0.4), "kl_ref": torch.tensor(0.2)}
+        log.losses(part, part.sampler.clone(), part.sampler.clone(), stats)
+        filled = float(len(part) > 0)
+        log.optim({"grad_norm": 2.0 * filled, "skipped": 0.0, "updates": filled})
+    line = log.write(1, 3)
+    assert (line["loss/policy"], line["loss/kl_ref"], line["optim/grad_norm"]) == pytest.approx((0.4, 0.2, 2.0))
+    assert line["optim/updates"] == 1
+
+
+def test_a_peak_that_nobody_knows_is_null(log):
+    for key, values in (("a", (1.0, math.nan)), ("b", (math.nan, 1.0)), ("c", (1.0, 2.0))):
+        for value in values:
+            log.max(f"policy/{key}", value)
+    line = log.write(1, 1)
+    assert [line[f"policy/{key}"] for key in "abc"] == [None, None, 2.0]
+
+
+def test_what_was_not_measured_in_a_step_keeps_its_key(log):
+    log.mean("credit/revived", None)
+    assert log.write(1, 1)["credit/revived"] is None
+    log.mean("credit/revived", None)
+    log.mean("credit/revived", 1.0)
+    assert log.write(2, 1)["credit/revived"] == 1.0
+
+
+def test_loss_metrics_are_averaged_over_tokens_and_not_over_micro_batches(log):
+    import torch
+
+    from common.batch import pack
+
+    made, advantages = random_groups.groups()
+    batch = pack(made, advantages)
+    batch.weight = batch.mask / batch.mask.sum()
+    entropy, logp = torch.rand(len(batch)), batch.sampler + 0.1 * batch.mask
+    batch.extra = {"entropy": entropy, "logp": logp}
+    for micro in batch.micro(60):
+        log.losses(
+            micro,
+            micro.extra["logp"],
+            micro.extra["entropy"],
+            {"policy": (micro.weight * micro.extra["entropy"]).sum()},
+        )
+    log.optim({"grad_norm": 1.0, "skipped": 0.0, "updates": 1.0})
+    line = log.write(1, 3)
+    mean = float(entropy[batch.mask].mean())
+    assert line["policy/entropy"] == pytest.approx(mean, rel=1e-5)
+    assert line["loss/policy"] == pytest.approx(mean, rel=1e-5)
+    assert line["policy/sampler_absdiff"] == pytest.approx(0.1, rel=1e-4)
+    assert line["policy/sampler_kl"] == pytest.approx(math.exp(0.1) - 1.1, rel=1e-3)
+    assert line["policy/sampler_ratio"] == pytest.approx(math.exp(0.1), rel=1e-4)
+
+
+@pytest.mark.parametrize("status, words", [(None, "no tool has been called"), ("error", "more than 20 %")])
+def test_three_steps_without_a_working_tool_are_warned_of(log, monkeypatch, status, words):
+    said = []
+    monkeypatch.setattr(run, "notice", said.append)
+    made, advantages = random_groups.groups(count=1)
+    for turn in (t for trajectory in made[0].trajectories for t in trajectory.turns):
+        called(turn, status)
+    for step in (1, 2, 3):
+        assert not said
+        log.rollouts(made, advantages)
+        log.write(step, step)
+    assert len(said) == 1 and words in said[0]
+
+
+def test_a_run_without_a_tool_is_not_warned_of(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(run, "notice", said.append)
+    log = Log(train_grpo.Args(out=str(tmp_path), tools="off"))
+    for step in (1, 2, 3, 4):
+        log.rollouts(*random_groups.groups(count=1))
+        log.write(step, step)
+    assert not said
+
+
+def test_samples_hold_each_turn_s_text_tool_call_output_advantage_and_the_outcome(log, tmp_path):
+    made, advantages = random_groups.groups(count=1, size=2)
+    turn = made[0].trajectories[0].turns[0]
+    turn.text, turn.tool, turn.tool_input, turn.tool_output, turn.tool_status = (
+        "<search> Zürich </search>",
+        "search",
+        "Zürich",
+        "Doc 1",
+        "ok",
+    )
+    log.samples(7, "train", made, advantages)
+    first, second = commands.read_lines(tmp_path / "samples.jsonl")
+    assert (first["step"], first["kind"], first["question"], first["golds"], first["sample"], second["sample"]) == (
+        7,
+        "train",
+        "question 0",
+        ["gold"],
+        0,
+        1,
+    )
+    assert first["outcome"] == made[0].trajectories[0].outcome
+    saved = first["turns"][0]
+    assert (saved["text"], saved["tool_input"], saved["tool_output"], saved["tool_status"]) == (
+        turn.text,
+        "Zürich",
+        "Doc 1",
+        "ok",
+    )
+    assert [t["advantage"] for t in first["turns"]] == advantages[0][0]
+    assert "Zürich" in show.describe(first)
+
+
+def test_every_metric_has_a_meaning_and_its_row_in_the_docs():
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    assert sorted(metrics.MEANINGS) == sorted(METRICS)
+    rows = [line for line in text.splitlines() if re.match(r"\| `[a-z_/0-9]+` \|", line)]
+    assert rows == [metrics.row(key) for key in metrics.MEANINGS]
+
+
+def test_the_run_directory_is_named_after_script_model_task_and_seed(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/somewhere/train_mine.py"])
+    args = train_grpo.Args(model="owner/Qwen2.5-3B", task="data/hard.jsonl", seed=4)
+    assert str(run.directory(args)) == "out/train_mine-Qwen2.5-3B-hard-s4"
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_may_be_started_again_and_nothing_else(tmp_path):
+    folder, args = tmp_path / "run", train_grpo.Args()
+    for _ in range(2):
+        assert run.claim(args, folder) is None
+        run.write_header(args, ROOT / "train_grpo.py", folder)
+        assert not (folder / "metrics.jsonl").exists()
+        assert "another process" in run.claim(args, folder)  # free to start again, but not while it runs
+        run.CLAIMS.pop().close()
+        (folder / "metrics.jsonl").write_text("{}")
+    (folder / "checkpoints" / "step-0").mkdir(parents=True)
+    assert run.claim(args, folder) is None  # half of a checkpoint that was being removed
+    run.CLAIMS.pop().close()
+    (folder / "checkpoints" / "step-0" / "state.pt").write_text("")
+    assert "go on with it by --resume" in run.claim(args, folder)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.tex").write_text("")
+    assert "nothing is overwritten" in run.claim(args, other)
+    assert "cannot be written (Not a directory)" in run.claim(args, other / "thesis.tex" / "run")
+
+
+def test_what_may_change_is_kept_when_a_run_goes_on(tmp_path):
+    args = train_grpo.Args(out=str(tmp_path), steps=6)
+    run.write_header(args, ROOT / "train_grpo.py", tmp_path)
+    (tmp_path / "checkpoints" / "step-6").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-6" / "state.pt").write_text("")
+    more = train_grpo.Args(out=str(tmp_path), steps=1000, resume=True)
+    run.write_header(more, ROOT / "train_grpo.py", tmp_path)
+    kept = json.loads((tmp_path / "args.json").read_text())
+    assert kept["steps"] == 1000 and not kept["resume"] and (tmp_path / "environment-after-step-6.json").exists()
+
+
+def test_the_newest_checkpoint_is_the_highest_whole_step(tmp_path):
+    assert run.last_checkpoint(tmp_path) is None
+    for step in (2, 10, 9):
+        (tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)
+        if step != 10:
+            (tmp_path / "checkpoints" / f"step-{step}" / "state.pt").write_text("")
+    assert run.last_checkpoint(tmp_path).name == "step-9"
+
+
+def test_lines_are_appended_whole_or_not_at_all(tmp_path, monkeypatch):
+    """The disk takes half of what is written and then nothing; after a while there is room."""
+    path, said = tmp_path / "samples.jsonl", []
+    run.append(path, ["one"])
+    path.write_text(path.read_text())
+    monkeypatch.setattr(run, "notice", said.append)
+    monkeypatch.setattr(ending, "STOPPING", SimpleNamespace(wait=lambda seconds: False, is_set=lambda: False))
+    written, real = [], open
+
+    class Full:
+        def __init__(self, file):
+            self.file = file
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.file.close()
+
+        def truncate(self, size):
+            self.file.truncate(size)
+
+        def writelines(self, lines):
+            written.append(1)
+            if len(written) < 3:
+                self.file.write("ha")
+                raise OSError(28, "No space left on device")
+            self.file.writelines(lines)
+
+    monkeypatch.setattr("builtins.open", lambda *a, **k: Full(real(*a, **k)))
+    run.append(path, ["two", "three"])
+    monkeypatch.undo()
+    assert path.read_text() == "one\ntwo\nthree\n" and len(written) == 3
+    assert len(said) == 1 and "No space left on device" in said[0]
+
+
+def test_a_disk_that_takes_nothing_ends_the_wait_after_patience(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "PATIENCE", 0.0)
+    tries = []
+
+    def full():
+        tries.append(1)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        run.retry_write("the checkpoint of step 3", full)
+    monkeypatch.setattr(run, "PATIENCE", 600.0)
+    with pytest.raises(OSError, match="No such file"):  # this will not pass
+        run.append(tmp_path / "gone" / "metrics.jsonl", ["{}"])
+
+
+def test_what_is_not_finite_is_null_and_the_line_is_valid_json(log, tmp_path):
+    log.mean("policy/entropy", float("nan"))
+    log.max("policy/sampler_maxdiff", float("nan"))
+    log.optim({"grad_norm": float("inf"), "lr": 1e-3, "skipped": 1.0, "updates": 0.0})
+    log.write(1, 1)
+    (line,) = lines(tmp_path)
+    assert (line["policy/entropy"], line["policy/sampler_maxdiff"], line["optim/grad_norm"]) == (None, None, None)
+    assert (line["optim/skipped"], line["optim/updates"], line["optim/lr"]) == (1, 0, 1e-3)
+    assert (
+        "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+        and "Infinity" not in (tmp_path / "metrics.jsonl").read_text()
+    )
+
+
+def test_a_machine_without_git_is_no_reason_to_stop(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert run.environment()["commit"] is None
+
+
+def test_the_tutorial_trajectory_is_right_in_a_group_that_also_failed():
+    made, _ = random_groups.groups(count=2, size=2)
+    items = [
+        sample(step, "train", g.question, i, t, [step - 1.0] * len(t.turns))
+        for step in (1, 2)
+        for g in made
+        for i, t in enumerate(g.trajectories)
+    ]
+    chosen = show.tutorial(items)
+    assert chosen["step"] == 2 and chosen["outcome"] == 1.0
+    assert show.tutorial([]) is None
+
+
+def test_turns_print_as_plain_data():
+    assert json.loads(json.dumps(Turn([1], [2], [-0.5]).__dict__))["action_ids"] == [2]
+
+
+# ---- how a process ends
+
+ENDING = """
+import sys, threading, time
+from pathlib import Path
+from types import SimpleNamespace
+from common import ending, run
+from view import show
+
+folder = Path({folder!r})
+def save():
+    (folder / "saved").write_text("step 3")
+    {more}
+    return "Go on with: --resume"
+ending.at_end(save)
+def main(args):
+    (folder / "up").write_text("")
+    {body}
+run.launch(main, None)
+"""
+
+
+def until(what):
+    end = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def ended(tmp_path, body, more="", number=None, gone=False, again=None):
+    """Run main with that body, send a signal when it is up (and another one after `again` seconds). Returns (exit code, stderr)."""
+    for each in (
+        signal.SIGINT,
+        signal.SIGHUP,
+    ):  # else the child ignores what the tests ignore: in the background, under nohup
+        signal.signal(each, signal.default_int_handler)
+    reader, writer = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDING.format(folder=str(tmp_path), body=body, more=more)],
+        cwd=ROOT,
+        stdout=writer,
+        stderr=writer,
+    )
+    os.close(writer)
+    until((tmp_path / "up").exists)
+    if gone:  # as when `tee` or the terminal is killed
+        os.close(reader)
+    if number:
+        process.send_signal(number)
+    if again:
+        time.sleep(again)
+        process.send_signal(number)
+    try:
+        code = process.wait(60)
+    finally:
+        process.kill()
+    return code, "" if gone else os.read(reader, 100_000).decode()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_signal_saves_and_ends_whatever_the_main_thread_does_and_whoever_listens(tmp_path, number, gone):
+    """The main thread waits for what never comes, as in a collective whose other ranks are dead."""
+    code, text = ended(tmp_path, "lock = threading.Lock(); lock.acquire(); lock.acquire()", "", number, gone)
+    assert code == 128 + number and (tmp_path / "saved").read_text() == "step 3"
+    assert gone or text.split("\n")[1].startswith(f"{signal.Signals(number).name}: saving the last")
+    assert gone or text.endswith("\nGo on with: --resume\n")
+
+
+def test_a_bar_whose_writer_died_with_its_lock_keeps_nobody_from_leaving(tmp_path):
+    """A thread that fails in the middle of a line for people, as on a broken pipe, never gives the bar's lock back."""
+    body = "from tqdm import tqdm; tqdm.get_lock().acquire(); time.sleep(600)"
+    assert ended(tmp_path, body, "", signal.SIGINT)[0] == 128 + signal.SIGINT and (tmp_path / "saved").exists()
+
+
+def test_an_error_saves_too_and_leaves_with_1(tmp_path):
+    code, text = ended(tmp_path, "raise ValueError('no index')")
+    assert code == 1 and (tmp_path / "saved").exists()
+    assert text.endswith("ValueError: no index\n\nGo on with: --resume\n") and "Traceback" in text
+
+
+@pytest.mark.parametrize("stop, code, said", [("'--group 1: no'", 1, "--group 1: no\n"), ("3", 3, ""), ("None", 0, "")])
+def test_an_exit_keeps_its_code_and_has_no_traceback(tmp_path, stop, code, said):
+    found, text = ended(tmp_path, f"raise SystemExit({stop})")
+    assert (found, text.split()) == (code, f"{said} Go on with: --resume".split())
+
+
+def test_an_ending_that_hangs_is_left_when_asked_again(tmp_path):
+    code, text = ended(tmp_path, "time.sleep(600)", "time.sleep(600)", signal.SIGINT, again=6)
+    assert code == 128 + signal.SIGINT and "Once more, after 3 s" in text and "Go on with" not in text
+
+
+def test_a_process_that_a_tool_forks_dies_of_its_signals_alone(tmp_path):
+    body = (
+        "import multiprocessing as m; p = m.get_context('fork').Process(target=time.sleep, args=(600,)); p.start(); time.sleep(0.3);"
+        " p.terminate(); p.join(30); (folder / 'child').write_text(str(p.exitcode)); time.sleep(1.5); raise SystemExit(5)"
+    )
+    assert ended(tmp_path, body)[0] == 5 and (tmp_path / "child").read_text() == str(-signal.SIGTERM)
+
+
+def test_a_rank_whose_torchrun_is_gone_saves_in_peace_and_ends(tmp_path):
+    """The parent starts a rank and dies; saving takes longer than several looks at who the parent is."""
+    child = ENDING.format(
+        folder=str(tmp_path), body="time.sleep(600)", more="time.sleep(5); (folder / 'whole').touch()"
+    )
+    parent = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
+    environment = os.environ | {"TORCHELASTIC_RUN_ID": "x"}
+    process = subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
+    until((tmp_path / "up").exists)
+    process.kill(), process.wait()
+    until((tmp_path / "whole").exists)
