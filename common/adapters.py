@@ -1,4 +1,4 @@
-"""Where published adapters lie until the engine loads them."""
+"""Storage for published adapters until the engine loads them."""
 
 import contextlib
 import fcntl
@@ -15,9 +15,9 @@ from common import ending, ranks, run
 
 
 class AdapterStore:
-    """Where published adapters lie: memory-backed storage when it has room, else the run directory; one copy per node.
+    """The folder of published adapters: memory-backed if there is room, else in the run directory. One copy per node.
 
-    A folder belongs to a live run as long as its lock is held; those that dead runs left in memory are removed.
+    A live run holds the lock of its folder; folders left behind by dead runs are removed.
     """
 
     def __init__(self, policy, args):
@@ -30,7 +30,7 @@ class AdapterStore:
             parent.mkdir(parents=True, exist_ok=True)
             self._remove_dead(parent)
             name = f"turnwise-{os.getuid()}-"
-            # Renamed when locked: nobody takes it for dead.
+            # Renamed once locked, so that no other run removes it as dead.
             fresh = Path(tempfile.mkdtemp(prefix=f".{name}", dir=parent))
             self.lock = open(fresh / "lock", "w")
             fcntl.flock(self.lock, fcntl.LOCK_EX)
@@ -52,15 +52,15 @@ class AdapterStore:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder, ignore_errors=True)
 
-    def path(self, version):
+    def path(self, version: int) -> Path:
         return self.folder / f"v{version}"
 
-    def save(self, policy, version):
-        """All ranks together: one rank per node writes, none goes on before it is there, and the version before the last is deleted."""
+    def save(self, policy, version: int) -> None:
+        """Write an adapter, once per node; all ranks call this and wait for it. Only the last two versions are kept."""
         if ranks.local_rank() == 0:
             run.retry_write(f"adapter {version} in {self.folder}", lambda: policy.save_adapter(self.path(version)))
             self.versions.append(version)
-            while len(self.versions) > 2:  # the one before may not have been loaded yet by a slower rank
+            while len(self.versions) > 2:  # a slower rank may still have to load the previous one
                 shutil.rmtree(self.path(self.versions.popleft()), ignore_errors=True)
         if ranks.world_size() > 1:
             dist.barrier()

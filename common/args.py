@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from common import run
 from common.models import EMBEDDED
@@ -48,7 +48,7 @@ class Sampling:
     tools: Literal["on", "off"] = "on"
     """whether the model has a tool; off: it answers by itself"""
     answer: Literal["tags", "boxed"] = "tags"
-    """where its answer stands: in <answer> tags, or in \\boxed{} as in most work on mathematics"""
+    """where the model writes its answer: in <answer> tags, or in \\boxed{} as in most work on mathematics"""
     context: Literal["full", "strip_think", "window"] = "full"
     """what of its earlier turns the model sees again: all, all but its thinking, or the last --window turns"""
     window: int = 2
@@ -80,14 +80,14 @@ class Sampling:
     out: str = ""
     """run directory (default: out/<script>-<model>-<task>-s<seed>)"""
     resume: bool = False
-    """go on with the run in that directory where it stopped; what is not given here is as it was"""
+    """continue the run in that directory where it stopped; flags not given here keep their values"""
     seed: int = 1
     """of adapter, data order and sampling"""
 
 
 @dataclass
 class Shared(Sampling):
-    """The flags of a training script that it does not read itself: they go to the engine, the policy, the log and the checkpoints."""
+    """The flags of a training script that only the engine, the policy, the log and the checkpoints read."""
 
     # ---- run
     save_every: int = 50
@@ -117,47 +117,50 @@ class Shared(Sampling):
     """scale of the adapter, divided by its rank"""
 
 
-LIMITS = (  # argument, what must hold, what is said otherwise
+LIMITS = (  # (flag, check, error message)
     ("group", lambda v: v >= 2, "a group needs at least 2 trajectories to compare"),
-    ("temperature", lambda v: v > 0, "sampling needs more than 0; evaluation is greedy by itself"),
+    ("temperature", lambda v: v > 0, "sampling needs more than 0; evaluation is always greedy"),
     ("questions", lambda v: v >= 1, "at least one question a step"),
     ("steps", lambda v: v >= 1, "at least one step"),
     ("max_turns", lambda v: v >= 1, "at least one generation"),
     ("max_turn_tokens", lambda v: v >= 1, "at least one token a generation"),
-    ("max_observation_tokens", lambda v: v >= 16, "16 at least, the tags need most of them"),
+    ("max_observation_tokens", lambda v: v >= 16, "at least 16, because the tags need most of them"),
     ("lora_rank", lambda v: 1 <= v <= 512, "the engine takes adapters of rank 1 to 512"),
-    ("lora_alpha", lambda v: v > 0, "more than 0, or the adapter has no effect"),
-    ("top_p", lambda v: 0 < v <= 1, "a share of the probability, 1 for all of it"),
+    ("lora_alpha", lambda v: v > 0, "must be above 0, or the adapter has no effect"),
+    ("top_p", lambda v: 0 < v <= 1, "a share of the probability, above 0 and at most 1"),
     ("samples", lambda v: v >= 0, "0 (greedy only) or a number of trajectories per question"),
-    ("window", lambda v: v >= 1, "the last turn at least"),
+    ("window", lambda v: v >= 1, "at least 1, the last turn"),
     ("shots", lambda v: 0 <= v <= 2, "there are 2 worked examples"),
     ("epochs", lambda v: v >= 1, "at least one"),
     ("minibatches", lambda v: v >= 1, "at least one"),
     ("topk", lambda v: v >= 1, "at least one document a search"),
     ("limit", lambda v: v >= 0, "0 (all) or a number of questions"),
     ("gpu_memory", lambda v: 0 < v < 1, "a share between 0 and 1"),
-    ("tool_timeout", lambda v: v > 0, "more than 0 seconds"),
+    ("tool_timeout", lambda v: v > 0, "must be above 0 seconds"),
     ("tool_workers", lambda v: v >= 0, "0 (one after the other) or a number of threads"),
     ("eval_every", lambda v: v >= 0, "0 (only before and after) or a number of steps"),
     ("save_every", lambda v: v >= 0, "0 (only at the end) or a number of steps"),
     ("keep", lambda v: v >= 0, "0 (all) or a number of checkpoints"),
-    ("eval_questions", lambda v: v >= 1, "at least one: evaluation before and after is part of every run"),
+    ("eval_questions", lambda v: v >= 1, "at least one, because every run is evaluated before and after"),
 )
-# What may differ when a run is resumed: it changes where and how fast the run goes on, and not what is sampled or trained.
+# Flags that may change on --resume: they affect where and how fast the run continues, not what is sampled or trained.
 MAY_CHANGE = (
     *("out", "resume", "steps", "save_every", "keep", "eval_every", "retriever", "tool_workers", "tool_timeout"),
     *("micro_tokens", "grad_checkpoint", "sleep", "gpu_memory", "wandb", "tensorboard", "dry_run"),
 )
 
 
-def parse_args(Args, argv=None):
-    """The script's arguments by tyro. What is not given comes from the embedded model's preset or, with --resume, from the run itself.
+Flags = TypeVar("Flags", bound=Sampling)  # the Args class of a script
 
-    Raises SystemExit for what cannot work.
+
+def parse_args(Args: type[Flags], argv: list[str] | None = None) -> Flags:
+    """Parse the script's flags. Defaults come from the embedded model's preset or, with --resume, from the run.
+
+    Raises SystemExit for values that cannot work.
     """
     import tyro
 
-    # Both are read when the library is first imported; else they warn of NUMA nodes and of an optional kernel in every run.
+    # Set before these libraries are imported: they would warn about NUMA nodes and an optional kernel in every run.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     argv = sys.argv[1:] if argv is None else argv
@@ -183,44 +186,41 @@ def parse_args(Args, argv=None):
             if name not in MAY_CHANGE and value != getattr(begun, name)
         ]
         if changed:
-            raise SystemExit(f"--resume: {folder} would not go on as it began: {', '.join(changed)}. Leave these out.")
+            raise SystemExit(f"--resume: {folder} was started with other flags: {', '.join(changed)}. Leave these out.")
     check(args)
     return args
 
 
-def begun_with(Args, folder):
-    """The arguments the run in `folder` was started with. Raises SystemExit when there is none to go on with."""
+def begun_with(Args: type[Flags], folder: Path) -> Flags:
+    """Return the flags the run in `folder` was started with. Raises SystemExit if there is no run to resume."""
     if (folder / "common").is_dir() and not (folder / "tasks").is_dir():
         raise SystemExit(
-            f"--resume: {folder} was begun by an older version, whose checkpoints this one cannot continue. Resume it with the "
-            "version of its environment.json, or start anew with another --out."
+            f"--resume: {folder} is of an older version. Use that one (environment.json) or another --out."
         )
     try:
         begun = json.loads((folder / "args.json").read_text())
         return Args(**begun)
     except (OSError, ValueError):
-        raise SystemExit(
-            f"--resume: no run in {folder}. Start it without --resume, or name its directory with --out."
-        ) from None
+        raise SystemExit(f"--resume: no run in {folder}. Start it without --resume, or correct --out.") from None
     except TypeError:
         unknown = sorted(set(begun) - {f.name for f in dataclasses.fields(Args)})
         raise SystemExit(
-            f"--resume: {folder} was begun by another script or version: it has --{' --'.join(unknown)}."
+            f"--resume: {folder} is of another script or version: it has --{' --'.join(unknown)}."
         ) from None
 
 
-def check(args):
-    """What can be known to be wrong before anything heavy is loaded, each with a way out. Looks at the fields the script has."""
+def check(args: Sampling) -> None:
+    """Raise SystemExit for flags that cannot work, before anything heavy is loaded. Skips flags that Args lacks."""
     given = vars(args)
-    for name, right, why in LIMITS:
-        if name in given and not right(given[name]):
-            raise SystemExit(f"--{name} {given[name]}: {why}.")
+    for name, holds, message in LIMITS:
+        if name in given and not holds(given[name]):
+            raise SystemExit(f"--{name} {given[name]}: {message}.")
     missing = [name for name in ("wandb", "tensorboard") if given.get(name) and not importlib.util.find_spec(name)]
     if missing:
         raise SystemExit(f"--{' --'.join(missing)}: not installed: .venv/bin/pip install {' '.join(missing)}")
     if given.get("minibatches", 1) > given.get("questions", 1):
         raise SystemExit(
-            f"--minibatches {args.minibatches}: no more than --questions ({args.questions}), whose groups they share."
+            f"--minibatches {args.minibatches}: no more than --questions ({args.questions}), a group each."
         )
     if given.get("load_4bit") and given.get("dtype") == "float32":
         raise SystemExit("--load_4bit computes in bfloat16: leave --dtype out.")
@@ -228,6 +228,6 @@ def check(args):
         raise SystemExit(f"--adapter {args.adapter}: no adapter_config.json there.")
     if not args.task:
         raise SystemExit(
-            "--task is missing: tiny_search or tiny_math (embedded), reasoning_gym:<name>, or a file questions.jsonl together with "
-            "--corpus documents.jsonl or --retriever http://host:port/retrieve, or with --task_kind math."
+            "--task is missing: tiny_search, tiny_math, reasoning_gym:<name>, a data set (docs/data.md), or a JSONL "
+            "file with --corpus documents.jsonl, --retriever http://host:port/retrieve or --task_kind math."
         )

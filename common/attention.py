@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as attend
 from transformers import AttentionInterface
 
-MOMENTS = ("entropy", "squares")  # what token_logps can measure besides: entropy in nats, sum of squared probabilities
+MOMENTS = ("entropy", "squares")  # extra results of token_logps: entropy in nats, sum of squared probabilities
 
 
 def chunk_tokens(vocabulary: int, cuda: bool) -> int:
@@ -36,7 +36,7 @@ class _TokenLogps(torch.autograd.Function):
                 measured["squares"][part] = p.square().sum(-1)
             if needed:
                 slope[part] = (weight[ids[part]] - p.to(weight.dtype) @ weight) / temperature
-            logits = log_p = p = None  # else they live on while the next chunk is made
+            logits = log_p = p = None  # free the memory before the next chunk
         ctx.save_for_backward(slope)
         ctx.mark_non_differentiable(*measured.values())
         return logps, *measured.values()
@@ -50,10 +50,10 @@ class _TokenLogps(torch.autograd.Function):
 def token_logps(
     hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, moments: Sequence[str] = ()
 ) -> tuple[Tensor, ...]:
-    """Return float32 log-probabilities (N,) of ids (N,) under softmax(hidden @ weight.T / temperature), then the `moments` (N,) asked for.
+    """Return log-probabilities of ids (N,) under softmax(hidden @ weight.T / temperature), then `moments`, (N,) each.
 
-    Works in chunks of tokens: the [N, V] matrix never exists. The output layer is frozen, so the gradient for a token's hidden state,
-    weight[id] - softmax @ weight, is computed in the forward pass and nothing is computed twice.
+    Works in chunks of tokens, so the (N, V) matrix never exists. The output layer is frozen: the gradient for a token's
+    hidden state, weight[id] - softmax @ weight, is computed in the forward pass, and nothing is computed twice.
     """
     return _TokenLogps.apply(hidden, weight, ids, temperature, tuple(moments))
 
@@ -66,10 +66,12 @@ def register_segment_attention() -> None:
     AttentionInterface.register("segments", segment_attention)
 
 
-def segment_attention(module, query, key, value, attention_mask, scaling=None, segments=None, **kwargs):
-    """Compute exact causal attention within each packed segment, without an n^2 mask.
+def segment_attention(
+    module, query: Tensor, key: Tensor, value: Tensor, attention_mask, scaling=None, segments=None, **kwargs
+) -> tuple[Tensor, None]:
+    """Compute exact causal attention within each packed segment, without an n^2 mask. Returns (1, T, heads, head_dim).
 
-    query, key, value (1, heads, T, head_dim); segments: [(start, end), ...] that cover T in order. Returns (1, T, heads, head_dim).
+    query, key, value: (1, heads, T, head_dim); segments: [(start, end), ...] that cover T in order.
     """
     outputs = []
     for start, end in segments:

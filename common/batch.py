@@ -1,22 +1,24 @@
-"""Groups of trajectories packed into a Batch of tensors.
+"""Pack groups of trajectories into a Batch of tensors.
 
-Token in, token out. `pack` lays the exact ids that the engine was given and those that it sampled side by side; nothing is decoded,
-re-encoded or re-templated on the way. Masks come from positions, never from token ids, so a sampled
-end token is trained even where it equals the padding token.
+Token in, token out: `pack` joins the exact ids the engine was given and those it sampled; nothing is re-encoded or
+re-templated. Masks come from positions, not from token ids: a sampled end token is trained even if it equals the padding.
 
 Shapes: G trajectories of a group, K turns of a trajectory, T tokens of a batch (all rows laid end to end, no padding).
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
+from torch import Tensor
+
+from common.turns import Group
 
 
 @dataclass
 class Segment:
-    """A row: tokens start..end of a batch, which attend causally to each other. `unit`: rows of equal number, those of a trajectory,
-    stay in one micro-batch."""
+    """A row: tokens start..end of a batch, with causal attention. Rows of a `unit` (trajectory) share a micro-batch."""
 
     start: int
     end: int
@@ -25,48 +27,48 @@ class Segment:
 
 @dataclass
 class Batch:
-    """Per-token tensors of shape (T,) and the segments they form. Everything at index t belongs to token t itself: `sampler[t]`,
-    `old[t]` and a policy's log-probability at t are of ids[t] given what it attends to.
+    """Per-token tensors of shape (T,) and the segments they form. Index t always means token t itself: sampler[t],
+    old[t] and the policy's log-probability at t are those of ids[t] given the tokens it attends to.
 
-    ids, position      int    token id; position in its sequence, from 0 in each row
-    mask, action       bool   trained; sampled by the policy (an action of a turn whose advantage is None is not trained)
+    ids, position      int    token id; position in its row, from 0
+    mask, action       bool   trained; sampled by the policy (the actions of a turn with advantage None are not trained)
     turn, trajectory, group   int   index in the trajectory, in this batch, in this batch; turn is -1 outside actions
     adv, weight        float  advantage; weight in the loss (main sets it from token_weights)
-    sampler, old, ref  float  log-probabilities by the engine, by the policy before the phase, by the reference; 0 outside actions.
+    sampler, old, ref  float  log-probabilities of engine, policy before the phase, reference; 0 outside actions.
                               old and ref are None until `prepare` fills them
     extra              further per-token tensors an algorithm adds; sliced like the others
-    draws              of each group the number of its question's draw
+    draws              the draw number of each group's question
     """
 
     segments: list[Segment]
     draws: list[int]
-    ids: torch.Tensor
-    position: torch.Tensor
-    mask: torch.Tensor
-    action: torch.Tensor
-    turn: torch.Tensor
-    trajectory: torch.Tensor
-    group: torch.Tensor
-    adv: torch.Tensor
-    weight: torch.Tensor
-    sampler: torch.Tensor
-    old: torch.Tensor | None = None
-    ref: torch.Tensor | None = None
-    extra: dict[str, torch.Tensor] = field(default_factory=dict)
+    ids: Tensor
+    position: Tensor
+    mask: Tensor
+    action: Tensor
+    turn: Tensor
+    trajectory: Tensor
+    group: Tensor
+    adv: Tensor
+    weight: Tensor
+    sampler: Tensor
+    old: Tensor | None = None
+    ref: Tensor | None = None
+    extra: dict[str, Tensor] = field(default_factory=dict)
     lr_scale: float = 1.0
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.ids)
 
-    def units(self):
-        """Lists of indices of the segments that must stay together, in order."""
+    def units(self) -> list[list[int]]:
+        """Return the segment indices of each unit, in order."""
         found = {}
         for index, segment in enumerate(self.segments):
             found.setdefault(segment.unit, []).append(index)
         return list(found.values())
 
-    def select(self, indices):
-        """A batch of these segments only."""
+    def select(self, indices: Sequence[int]) -> "Batch":
+        """Return a batch of these segments only."""
         chosen = [self.segments[i] for i in indices]
         segments, end = [], 0
         for s in chosen:
@@ -81,14 +83,14 @@ class Batch:
         part.segments = segments
         for f in fields(self):
             value = getattr(self, f.name)
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 setattr(part, f.name, value[tokens])
         part.extra = {name: value[tokens] for name, value in self.extra.items()}
         return part
 
-    def micro(self, micro_tokens):
-        """Split into micro-batches of at most `micro_tokens` tokens, order kept; a longer unit is a micro-batch of its own."""
-        assert sum(self.units(), []) == list(range(len(self.segments))), "the segments of a unit must lie side by side"
+    def micro(self, micro_tokens: int) -> list["Batch"]:
+        """Split into micro-batches of at most `micro_tokens` tokens, in order; a longer unit gets a separate one."""
+        assert sum(self.units(), []) == list(range(len(self.segments))), "the segments of a unit must be adjacent"
         bins, used = [], 0
         for unit in self.units():
             length = sum(self.segments[i].end - self.segments[i].start for i in unit)
@@ -99,10 +101,10 @@ class Batch:
             used += length
         return [self.select(indices) for indices in bins]
 
-    def minibatches(self, count, questions):
-        """Split by whole groups into exactly `count` parts, possibly empty: ranks stay in step.
+    def minibatches(self, count: int, questions: int) -> list["Batch"]:
+        """Split by whole groups into exactly `count` parts, so that ranks stay in step; parts may be empty.
 
-        A group's part follows from its place among the `questions` of a step over all ranks, so the number of ranks cannot change it.
+        A group's part depends on its place among the `questions` of a step on all ranks, not on the number of ranks.
         """
         parts = [[] for _ in range(count)]
         for index, segment in enumerate(self.segments):
@@ -110,21 +112,23 @@ class Batch:
             parts[place * count // questions].append(index)
         return [self.select(indices) for indices in parts]
 
-    def mean_by(self, values, by):
-        """values (T,) averaged over the trained tokens of each "turn" or "trajectory", given back to each token; 0 elsewhere."""
+    def mean_by(self, values: Tensor, by: str) -> Tensor:
+        """Average values (T,) over the trained tokens of each "turn" or "trajectory". Returns (T,), 0 elsewhere."""
         index, size = self._index(by)
         count = values.new_zeros(size).index_add_(0, index, self.mask.to(values.dtype)).clamp(min=1)
         total = values.new_zeros(size).index_add_(0, index, values * self.mask)
         return (total / count)[index] * self.mask
 
-    def trained_in(self, by):
-        """count (T,): how many tokens of this token's "turn" or "trajectory" are trained."""
+    def trained_in(self, by: str) -> Tensor:
+        """Return the number (T,) of trained tokens in each token's "turn" or "trajectory"."""
         index, size = self._index(by)
         return self.adv.new_zeros(size).index_add_(0, index, self.mask.to(self.adv.dtype))[index]
 
     def _index(self, by):
-        """A number for each token's turn or trajectory, and how many numbers there are. By id and never by row: the turns of a
-        trajectory may lie in several rows. Tokens outside actions have turn -1 and fall into slot 0 of their trajectory."""
+        """Return a slot number for each token's turn or trajectory, and the number of slots.
+
+        Rows do not matter: a trajectory may have several. Tokens outside actions (turn -1) get its slot 0.
+        """
         size = int(self.trajectory.max()) + 1 if len(self) else 0
         if by == "trajectory":
             return self.trajectory, size
@@ -132,12 +136,12 @@ class Batch:
         return self.trajectory * turns + self.turn + 1, size * turns
 
 
-def pack(groups, advantages):
-    """Lay the trajectories of `groups` out as rows of tokens.
+def pack(groups: list[Group], advantages: list[list[list[float | list[float] | None]]]) -> Batch:
+    """Lay out the trajectories of `groups` as rows of tokens.
 
-    advantages[p][g][k]: advantage of turn k of trajectory g of group p: a number, a list with one number per action token, or None for
-    a turn that is context only. As long as a turn's context extends the ids so far, its turns share a row; otherwise (the rollout
-    showed the model another history) it starts a row of its own. A row ends at its last trained token: what follows has no gradient.
+    advantages[p][g][k]: of turn k of trajectory g of group p: a number, a list with one number per action token, or None
+    for a turn that is context only. A turn whose context extends the row so far is appended to it; otherwise (the model
+    was shown another history) a new row starts. A row ends at its last trained token: later tokens have no gradient.
     """
     segments, columns = [], {name: [] for name in ("ids", "position", "mask", "action", "turn", "adv", "sampler")}
     owners = {"trajectory": [], "group": []}
@@ -157,9 +161,7 @@ def pack(groups, advantages):
             rows = []
             for k, (turn, adv) in enumerate(zip(trajectory.turns, adv_K, strict=True)):
                 n = len(turn.action_ids)
-                assert len(turn.action_logps) == n and turn.context_ids, (
-                    "a turn needs a context and a log-probability per id"
-                )
+                assert len(turn.action_logps) == n and turn.context_ids, "a turn lacks context or log-probabilities"
                 if not rows or turn.context_ids[: len(rows[-1]["ids"])] != rows[-1]["ids"]:
                     rows.append({name: [] for name in columns})
                 row = rows[-1]

@@ -153,7 +153,7 @@ class Loop:
 
     def _observed(self, rollout, output, status):
         turn = rollout.trajectory.turns[-1]
-        if output is not None:
+        if status != "invalid":
             output = str(output).encode(errors="replace").decode()  # a lone surrogate cannot be tokenized
             if len(output) > LONGEST_OUTPUT:
                 output = f"{output[:LONGEST_OUTPUT]} [cut: {len(output)} characters]"

@@ -1,12 +1,18 @@
-"""What is asked of an agent and how its answers are judged. Light on import: neither torch, nor transformers, nor numpy."""
+"""Questions for an agent, and the scoring of its answers. Light on import: no torch, transformers or numpy."""
+
+from typing import TYPE_CHECKING
 
 from tasks import (
-    embedded as embedded,  # fills common.models.EMBEDDED, so that the command line knows the embedded models
+    embedded as embedded,  # registers the embedded models in common.models.EMBEDDED for the command line
 )
 
+if TYPE_CHECKING:
+    from common.args import Sampling
+    from tasks.task import Task
 
-def load(args, use="train"):
-    """The task --task names. See tasks.loading.load."""
+
+def load(args: "Sampling", use: str = "train") -> "Task":
+    """Return the task that --task names. See tasks.loading.load."""
     from tasks import loading
 
     return loading.load(args, use)

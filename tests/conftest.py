@@ -1,4 +1,4 @@
-"""Shared by the tests: small random models, hand-made trajectories, and the arguments of train_grpo.py at small sizes."""
+"""Fixtures for all tests: small random models, a finished run, and small arguments of train_grpo.py."""
 
 import os
 import sys
@@ -6,14 +6,14 @@ from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 ROOT = Path(__file__).resolve().parent.parent
-# tests/engine: other tests use the published sizes and the batches of its tests.
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers"), str(ROOT / "tests" / "engine")]
+# Tests of other folders import test_memory.py and test_policy.py of tests/engine, and the programs of runs/.
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers"), str(ROOT / "tests" / "engine"), str(ROOT / "runs")]
 
 import pytest  # noqa: E402
 
 
 def pytest_collection_modifyitems(items):
-    """Skip the tests of the real engine on a machine with a GPU, which has another build of it: they expect float32 on a CPU."""
+    """Skip the tests of the real engine on a machine with a GPU: they expect vLLM's CPU build in float32."""
     import torch
 
     if torch.cuda.is_available():
@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def qwen(tmp_path_factory):
-    """Path of a random 2-layer Qwen2 with an ordinary tokenizer."""
+    """Return the path of a random 2-layer Qwen2 with an ordinary tokenizer."""
     import small_models
 
     return small_models.random_qwen(tmp_path_factory.mktemp("qwen"))
@@ -32,7 +32,7 @@ def qwen(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory):
-    """Run directory of two steps of the tiny base, with large enough an update that its answers change."""
+    """Return the run directory of two steps of the tiny base, whose update is large enough to change its answers."""
     import commands
 
     out = tmp_path_factory.mktemp("tiny") / "run"
@@ -43,13 +43,13 @@ def tiny_run(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def small_model(qwen):
-    """What make_args names as --model. tests/unit has one without weights."""
+    """Return the --model of make_args. tests/unit overrides it with a model without weights."""
     return qwen
 
 
 @pytest.fixture
 def make_args(small_model):
-    """Args of train_grpo.py for the small model, with changes."""
+    """Return a function that makes Args of train_grpo.py for the small model, with changes."""
     import train_grpo
 
     def make(**changes):

@@ -1,21 +1,25 @@
-"""What an agent can call: search, and Python in a sandbox."""
+"""Tools that an agent can call: search, and Python in a sandbox."""
+
+from collections.abc import Sequence
+
+from common.turns import Question
 
 
 class Tool:
-    """A function from the text of a call to the text of its answer, called from many threads at once."""
+    """A function from the text of a call to the text of its answer. Many threads may call it at the same time."""
 
-    name: str  # as the model calls it
-    keeps_time = False  # whether the tool limits the time of a call itself
-    fingerprint: str | None = (
-        None  # a hash of everything its answers follow from: a run is not resumed with another one
-    )
+    name: str  # the name under which the model calls it
+    keeps_time = False  # whether the tool itself limits the time of a call
+    # A hash of everything that determines the answers: a run cannot be resumed with a different one.
+    fingerprint: str | None = None
 
     def begin(self, step: int) -> None:
         """Prepare for a rollout of a training step, or (0) for an evaluation."""
 
-    def __call__(self, text: str, earlier=(), question=None) -> str:
-        """Answer a call. earlier: inputs of the trajectory's earlier calls that ran; question: the Question it is about.
+    def __call__(self, text: str, earlier: Sequence[str] = (), question: Question | None = None) -> str:
+        """Return the tool's answer to a call.
 
-        Raises common.environment.Failed for a call that did not succeed, Lost when the tool is gone for good.
+        earlier: inputs of the trajectory's earlier calls that ran; question: the question of the trajectory.
+        Raises common.environment.Failed when the call fails, Lost when the tool is permanently unavailable.
         """
         raise NotImplementedError

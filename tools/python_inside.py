@@ -1,14 +1,14 @@
 """The part of the Python tool that runs beside the model's code: a server that forks a process for every call.
 
-tools/python.py starts it, inside bubblewrap or, in unsafe mode, on the bare machine. It uses the standard library only, and finds what
-it needs in its arguments. Two processes take part:
+tools/python.py starts it inside bubblewrap or, in unsafe mode, directly on the machine. It uses only the standard
+library and gets everything it needs as arguments. Two processes take part:
 
-    server    makes a world and a runner for every message on its control socket (standard input), until that is closed; kills the
-              world when the code has ended, is over time, or nobody waits any more
-    runner    process 1 of that world: limits itself, gives up its rights, and runs the code; it holds nothing but its output
+    server    creates a PID namespace and a runner for each message on its control socket (stdin), until that is closed;
+              kills the namespace when the code has ended, is over time, or its caller has hung up
+    runner    process 1 of that namespace: limits itself, drops its privileges and runs the code; holds only its output
 
-In unsafe mode there are no worlds: a keeper stands between the two and clears away what the code has left behind. Nothing the code
-says is ever read by the server: how a call ended is known from the runner's exit alone.
+In unsafe mode there are no namespaces: a keeper process between the two kills the processes and deletes the files that
+the code leaves. The server never reads output of the code: the runner's exit status alone shows how a call ended.
 """
 
 import ast
@@ -31,32 +31,34 @@ import time
 import traceback
 import types
 
-# Exit codes of a runner that came to the end of the code, and after an exception that the code did not catch. With any other, 0 too, the
-# process died: code that leaves by itself, as by os._exit, leaves no session that could be rebuilt.
+# Exit codes of a runner after the code finished, and after an uncaught exception. Any other exit code, 0 too, means that
+# the process died: code that ends its process, as with os._exit, leaves no session that could be rebuilt.
 ENDED, RAISED = 100, 101
-FRAMES = 8  # of a traceback that the model is shown
+FRAMES = 8  # traceback frames that the model is shown
 MIB = 2**20
 LIMITS = {
-    resource.RLIMIT_AS: 512 * MIB,  # of each process
+    resource.RLIMIT_AS: 512 * MIB,  # per process
     resource.RLIMIT_FSIZE: 16 * MIB,
     resource.RLIMIT_NOFILE: 64,
     resource.RLIMIT_CORE: 0,
 }
-PROCESSES = 16  # and threads, of a call that has a user id to itself
-# Else the system counts all processes of the user (of the sandbox alone since Linux 5.14), and none of root's.
+PROCESSES = 16  # limit on processes and threads of a call with its own user id
+# The limit for other calls: the system counts all processes of the user (since Linux 5.14 only the sandbox's).
+# It counts none of root's.
 SHARED = 256
 TMP = b"size=16m,nr_inodes=1024,mode=1777"
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID, CLONE_NEWNET = 0x20000, 0x8000000, 0x20000000, 0x40000000
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC = 2, 4, 0x1000, 0x4000
 PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38
-CAPABILITIES = 64  # more than there are
+CAPABILITIES = 64  # more than exist
 UIDS = 32  # user ids that a server has for its calls
-OUTPUT = 1000  # handle of a call's output while earlier codes run: beyond their RLIMIT_NOFILE, they neither close nor meet it
+OUTPUT = 1000  # file descriptor of the output while earlier code runs: above RLIMIT_NOFILE, out of that code's reach
 JOIN_SESSION_KEYRING, KEYCTL = 1, {"x86_64": 250, "aarch64": 219}
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def must(result):
+def must(result: int) -> None:
+    """Raise OSError if a call of libc has failed."""
     if result == -1:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
@@ -64,9 +66,13 @@ def must(result):
 # ---- server
 
 
-def serve(folder, uids):
-    """folder: where calls get folders of their own; none inside bubblewrap. uids: what the calls run as, if any; more calls share them."""
-    for name in ("numpy.random", "sympy"):  # slow to load, and every call gets what is loaded here
+def serve(folder: str, uids: range | None) -> None:
+    """Serve calls until the control socket is closed.
+
+    folder: where each call gets its own folder; "" inside bubblewrap. uids: user ids of the calls, shared if there are
+    more calls than ids; None: calls run as the server's user.
+    """
+    for name in ("numpy.random", "sympy"):  # slow to load; every call inherits them
         with contextlib.suppress(Exception):
             __import__(name)
     gc.collect()
@@ -77,37 +83,36 @@ def serve(folder, uids):
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     control.send(b"ready")
-    poll, calls, count = select.poll(), {}, 0  # calls: by line and by process, as far as they are still watched
+    poll, calls, count = select.poll(), {}, 0  # calls: keyed by line and by process, while those are watched
     poll.register(control, select.POLLIN)
     while True:
         deadlines = [call.deadline for call in calls.values() if not call.over_time]
         wait = max(min(deadlines) - time.monotonic(), 0) * 1000 if deadlines else None
-        for handle, _ in poll.poll(
-            wait
-        ):  # the control socket comes first: handles opened for a new call are no old ones
-            if handle in calls:
-                call = calls.pop(handle)
-                poll.unregister(handle)
-                if handle == call.process:
+        # The control socket comes first, so descriptors of a new call cannot equal any that are closed in this loop.
+        for descriptor, _ in poll.poll(wait):
+            if descriptor in calls:
+                call = calls.pop(descriptor)
+                poll.unregister(descriptor)
+                if descriptor == call.process:
                     call.end()
                     if calls.pop(call.line, None):
                         poll.unregister(call.line)
                     os.close(call.process)
                     os.close(call.line)
-                else:  # hung up: nobody waits for the answer
+                else:  # the caller has hung up
                     call.kill()
-            elif handle == control.fileno():
-                message, handles, _, _ = socket.recv_fds(control, 64, 2)
+            elif descriptor == control.fileno():
+                message, descriptors, _, _ = socket.recv_fds(control, 64, 2)
                 if not message:  # the trainer has ended
                     shutil.rmtree(folder, ignore_errors=True)
                     return
                 count += 1
-                line, output = handles
+                line, output = descriptors
                 taken = {call.uid for call in calls.values()}
                 uid = uids and next((uid for uid in uids if uid not in taken), uids[count % len(uids)])
                 try:
                     call = start(line, output, float(message), folder, uid)
-                except OSError as error:  # no process to be had: the caller sees its line closed
+                except OSError as error:  # no process could be started: the caller sees its line closed
                     os.write(output, str(error).encode())
                     os.close(line)
                 else:
@@ -122,29 +127,33 @@ def serve(folder, uids):
 
 
 class Call:
-    """A call under way. line: where it came from, and where its end is told; process: a handle of its runner, or of its keeper."""
+    """A running call. line: the socket to its caller; process, number: pidfd and process id of its runner or keeper."""
 
-    def __init__(self, line, process, number, seconds, safe, uid):
+    def __init__(self, line: int, process: int, number: int, seconds: float, safe: bool, uid: int | None):
         self.line, self.process, self.number, self.safe, self.uid = line, process, number, safe, uid
         self.deadline, self.over_time = time.monotonic() + seconds, False
 
-    def kill(self):
+    def kill(self) -> None:
+        """Kill the runner, or have the keeper kill it."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.number, signal.SIGKILL if self.safe else signal.SIGTERM)
 
-    def end(self):
-        """Write on the line how it ended: an exit code, -signal, or "timeout". The kernel has ended all of a world before its process 1."""
+    def end(self) -> None:
+        """Report to the caller how the call ended: an exit code, -signal, or "timeout".
+
+        The kernel ends all other processes of a PID namespace before its process 1.
+        """
         code = os.waitstatus_to_exitcode(os.waitpid(self.number, 0)[1])
         with contextlib.suppress(OSError):
             os.write(self.line, b"timeout" if self.over_time else str(code).encode())
 
 
-def start(line, output, seconds, folder, uid):
-    """Fork a runner, in unsafe mode with a keeper. -> Call"""
+def start(line: int, output: int, seconds: float, folder: str, uid: int | None) -> Call:
+    """Fork a runner, in unsafe mode with a keeper. Returns the call."""
     safe = not folder
     itself = os.pidfd_open(os.getpid())
     if safe:
-        must(LIBC.unshare(CLONE_NEWPID))  # from here on whatever is forked is process 1 of a new world
+        must(LIBC.unshare(CLONE_NEWPID))  # the next fork is process 1 of a new namespace
     try:
         number = os.fork()
         if number == 0:
@@ -156,12 +165,12 @@ def start(line, output, seconds, folder, uid):
     return Call(line, os.pidfd_open(number), number, seconds, safe, uid)
 
 
-def child(work, line, output, *rest):
-    """Do the work of a forked process, to its end."""
+def child(work, line: int, output: int, *rest) -> None:
+    """Run work(line, output, ...) in a forked process and exit with the status that it returns."""
     status = 1
     try:
         status = work(line, output, *rest)
-    except OSError as error:  # before the code began: a right that is missing
+    except OSError as error:  # before the code began: a missing privilege
         os.write(output, str(error).encode())
     finally:
         os._exit(status)
@@ -170,8 +179,8 @@ def child(work, line, output, *rest):
 # ---- keeper
 
 
-def keep(line, output, seconds, folder, uid):
-    """Where no world can be ended as a whole: have a runner do the call, end as it did, and kill whatever it has left."""
+def keep(line: int, output: int, seconds: float, folder: str, uid: int | None) -> int:
+    """Run the call in a runner, kill the processes that it leaves, and end as it did: by its exit code or its signal."""
     must(LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
     folder = tempfile.mkdtemp(dir=folder)
     runner = os.fork()
@@ -185,16 +194,16 @@ def keep(line, output, seconds, folder, uid):
     if code >= 0:
         return code
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError):  # SIGKILL is what it is
+    with contextlib.suppress(OSError):  # SIGKILL has no handler to reset
         signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
 
 
-def sweep(group):
-    """Without a world to end: kill the runner's group, then whatever has left it and now is this process' child."""
+def sweep(group: int) -> None:
+    """Kill the runner's process group, then the processes that left the group and are now children of this process."""
     with contextlib.suppress(OSError):
         os.killpg(group, signal.SIGKILL)
-    with contextlib.suppress(OSError):  # no child is left, or this kernel does not list them
+    with contextlib.suppress(OSError):  # no child is left, or this kernel does not list children
         while True:
             for child in open(f"/proc/self/task/{os.getpid()}/children").read().split():
                 os.kill(int(child), signal.SIGKILL)
@@ -204,13 +213,13 @@ def sweep(group):
 # ---- runner
 
 
-def run(line, output, seconds, folder, uid):
-    """folder: the call's own; none in a sandbox, where it makes itself a /tmp. -> exit code, ENDED or RAISED"""
-    os.setsid()  # signals to one's own group reach nobody else
+def run(line: int, output: int, seconds: float, folder: str, uid: int | None) -> int:
+    """Run a call. Returns the exit code, ENDED or RAISED. folder: the call's; "" in a sandbox, where it mounts a /tmp."""
+    os.setsid()  # signals that the code sends to its own group reach no other process
     must(LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
     if not folder:
         must(LIBC.unshare(CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWNET))
-        # Nobody may make a user namespace from inside a chroot; in one of its own the code could mount, say, the trainer's control group.
+        # Inside a chroot no user namespace can be created. In one, the code could mount the trainer's control group.
         must(LIBC.mount(b"/", b"/call", None, MS_BIND | MS_REC, None))
         os.chroot("/call")
         must(LIBC.mount(b"tmpfs", b"/tmp", b"tmpfs", MS_NOSUID | MS_NODEV, TMP))
@@ -230,16 +239,17 @@ def run(line, output, seconds, folder, uid):
     return session(request["earlier"], request["code"])
 
 
-def limit(seconds, processes):
+def limit(seconds: float, processes: int) -> None:
+    """Set the resource limits of this process."""
     limits = LIMITS | {resource.RLIMIT_NPROC: processes, resource.RLIMIT_CPU: int(seconds) + 2}
-    for what, value in limits.items():
-        _, most = resource.getrlimit(what)
-        value = value if most == resource.RLIM_INFINITY else min(value, most)
-        resource.setrlimit(what, (value, value))
+    for kind, value in limits.items():
+        _, hard = resource.getrlimit(kind)
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
 
 
-def drop(uid):
-    """Give up every right for good."""
+def drop(uid: int | None) -> None:
+    """Drop all privileges permanently."""
     for capability in range(CAPABILITIES):
         LIBC.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     if uid:
@@ -248,22 +258,23 @@ def drop(uid):
         os.setresuid(uid, uid, uid)
     must(LIBC.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)))
     must(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    must(LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))  # after the change of user, which clears it
-    if number := KEYCTL.get(os.uname().machine):  # a keyring of its own, and not the trainer's
+    must(LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))  # again: the change of user has cleared it
+    if number := KEYCTL.get(os.uname().machine):  # a new keyring instead of the trainer's
         LIBC.syscall(number, JOIN_SESSION_KEYRING, 0)
 
 
-def session(earlier, code):
-    """Rebuild a session from the codes of its earlier calls, their output thrown away, and run one more. -> ENDED or RAISED"""
-    sys.modules["__main__"] = module = types.ModuleType("__main__")  # where pickle, say, looks for the code's classes
-    space = module.__dict__
+def session(earlier: list[str], code: str) -> int:
+    """Rebuild a session from earlier calls, discarding their output, and run `code`. Returns ENDED or RAISED."""
+    # A module in sys.modules, because pickle, for example, looks there for the code's classes.
+    sys.modules["__main__"] = module = types.ModuleType("__main__")
+    namespace = module.__dict__
     sys.argv = [""]
     random.seed(0)
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed(0)
     for number, text in enumerate(earlier, 1):
-        with contextlib.suppress(BaseException):  # what came before the exception counts, as it did then
-            execute(text, f"<call {number}>", space)
+        with contextlib.suppress(BaseException):  # statements before an exception count, as they did the first time
+            execute(text, f"<call {number}>", namespace)
     with contextlib.suppress(BaseException):
         sys.stdout.flush()
     for stream in (1, 2):
@@ -271,7 +282,7 @@ def session(earlier, code):
     os.close(OUTPUT)
     status = ENDED
     try:
-        execute(code, f"<call {len(earlier) + 1}>", space)
+        execute(code, f"<call {len(earlier) + 1}>", namespace)
     except SystemExit as end:
         if end.code not in (None, 0):
             status = RAISED
@@ -284,17 +295,17 @@ def session(earlier, code):
     return status
 
 
-def execute(text, name, space):
-    """As in a notebook: when the last statement is an expression, its value is shown."""
-    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # the lines that a traceback quotes
+def execute(text: str, name: str, namespace: dict) -> None:
+    """Run code as a notebook does: if the last statement is an expression, print its value."""
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # for the lines in tracebacks
     body = ast.parse(text, name).body
     last = [body.pop()] if body and isinstance(body[-1], ast.Expr) else []
-    exec(compile(ast.Module(body, []), name, "exec", dont_inherit=True), space)
-    exec(compile(ast.Interactive(last), name, "single", dont_inherit=True), space)
+    exec(compile(ast.Module(body, []), name, "exec", dont_inherit=True), namespace)
+    exec(compile(ast.Interactive(last), name, "single", dont_inherit=True), namespace)
 
 
-def show(error):
-    """The traceback without our own frames, on what standard error was at the start."""
+def show(error: BaseException) -> None:
+    """Write the traceback, without frames of this file, to file descriptor 2."""
     try:
         trace = error.__traceback__
         while trace and not trace.tb_frame.f_code.co_filename.startswith("<call "):
@@ -303,7 +314,7 @@ def show(error):
             sys.stdout.flush()
         lines = traceback.format_exception(type(error), error, trace, limit=-FRAMES)
         text = "".join(lines).encode("utf-8", "backslashreplace")
-    except BaseException:  # no memory is left, say
+    except BaseException:  # for example when no memory is left
         text = type(error).__name__.encode()
     while text:
         text = text[os.write(2, text) :]

@@ -1,6 +1,6 @@
-"""What each metric means, for the report page and docs/metrics.md."""
+"""The meaning of each metric, for the report page and docs/metrics.md."""
 
-# key -> (formula and unit, healthy values, what a bad value means)
+# key -> (formula and unit, healthy values, meaning of a bad value)
 MEANINGS = {
     "step": ("rounds of sampling and training so far", "", ""),
     "questions": ("questions taken from the training data so far, over all ranks", "", ""),
@@ -8,7 +8,7 @@ MEANINGS = {
     "reward/std": (
         "standard deviation (ddof 0) within a group, mean over groups",
         "0.2 to 0.5",
-        "near 0: samples of a question agree, nothing to learn from",
+        "near 0: the samples of a question agree, and nothing can be learned from them",
     ),
     "reward/all_right": (
         "share of groups whose trajectories all have outcome 1",
@@ -23,12 +23,12 @@ MEANINGS = {
     "credit/adv_abs": (
         "mean absolute advantage of a trained turn",
         "0.3 to 1",
-        "0: no group has signal, and the update is left out (without `--kl_coef`)",
+        "0: no group has signal, and the update is skipped (without `--kl_coef`)",
     ),
     "credit/zero_frac": (
-        "share of the groups that are trained in which every advantage is 0",
+        "share of the trained groups in which every advantage is 0",
         "below 0.7",
-        "= all_right + all_wrong for GRPO: rollouts paid for and not used",
+        "near 1: most rollouts are wasted; for GRPO it equals all_right + all_wrong",
     ),
     "rollout/trajectories": (
         "trajectories sampled in this step, over all ranks, forked ones included",
@@ -47,19 +47,19 @@ MEANINGS = {
         "at the limit: turns are cut, see `rollout/stop_length`",
     ),
     "rollout/observation_tokens": (
-        "tokens per tool output, tags included; the message after an invalid turn is none",
+        "tokens per tool output, including tags; the message after an invalid turn does not count",
         "up to `--max_observation_tokens`",
         "at the limit: outputs are cut",
     ),
     "rollout/tool_calls": (
         "tool calls that ran, per trajectory",
-        "task",
-        "0 for 3 steps: a warning; the policy learns to do without",
+        "depends on the task",
+        "0 for 3 steps: a warning; the policy learns to avoid the tool",
     ),
     "rollout/tool_used": (
         "share of trajectories with at least one tool call",
         "above 0.8 on search tasks",
-        "falls towards 0: the tool does not pay, or is broken",
+        "falls towards 0: the tool does not help, or is broken",
     ),
     "rollout/tool_success": (
         "share of tool calls that neither failed nor timed out",
@@ -68,7 +68,7 @@ MEANINGS = {
     ),
     "rollout/stop_answer": ("share of trajectories that ended with an answer", "rises towards 1", ""),
     "rollout/stop_max_turns": (
-        "share of trajectories that ended with a tool call in the last turn allowed",
+        "share of trajectories that ended with a tool call in the last allowed turn",
         "low",
         "high: raise `--max_turns`, or the model loops",
     ),
@@ -83,9 +83,9 @@ MEANINGS = {
         "high: raise `--max_context`, cut `--max_observation_tokens`",
     ),
     "rollout/stop_invalid": (
-        "share of trajectories that ended with a last turn that was neither tool call nor answer",
+        "share of trajectories whose last turn was neither a tool call nor an answer",
         "below 0.05",
-        "high: the model does not know the tags; `--shots`",
+        "high: the model does not know the tags; try `--shots`",
     ),
     "loss/policy": (
         "weighted sum of token losses over all ranks, mean over the step's updates",
@@ -95,20 +95,20 @@ MEANINGS = {
     "loss/clip_frac": (
         "weight of the tokens whose clipped term is the smaller one",
         "0 with one update per phase, else below 0.2",
-        "high: too many updates on the same samples, or a too high `--lr`",
+        "high: too many updates on the same samples, or `--lr` is too high",
     ),
     "loss/kl_ref": (
         "estimate of KL(policy ‖ reference) by `--kl`, nats per token",
         "grows slowly",
-        "jumps: the policy runs away; null without `--kl_coef`",
+        "jumps: the policy diverges; null without `--kl_coef`",
     ),
     "policy/entropy": (
         "−Σ p log p over the vocabulary, nats per trained token",
         "falls slowly",
-        "near 0: the samples of a group become equal; rising without end: the policy dissolves",
+        "near 0: the samples of a group become equal; growing without bound: the policy degenerates",
     ),
     "policy/ratio_max": (
-        "largest p / p before the phase, any trained token of the step",
+        "largest ratio of p to p before the phase, over the trained tokens of the step",
         "1 with one update per phase",
         "far above 1 + `--clip_high`: updates too large",
     ),
@@ -117,45 +117,45 @@ MEANINGS = {
         "float32: below 2e-5; bf16: below 0.02",
         "trainer and engine disagree: wrong adapter version, tokenizer, precision",
     ),
-    "policy/sampler_maxdiff": ("largest |d| of the step", "float32: below 1e-4", "as above, one token is enough"),
+    "policy/sampler_maxdiff": ("largest |d| of the step", "float32: below 1e-4", "as above; a single token is enough"),
     "policy/sampler_kl": (
         "mean of e^d − d − 1, nats per trained token: KL(engine ‖ trainer)",
         "below 0.01",
         "as above",
     ),
-    "policy/sampler_ratio": ("mean of e^d", "0.99 to 1.01", "as above; what `--tis_cap` truncates"),
+    "policy/sampler_ratio": ("mean of e^d", "0.99 to 1.01", "as above; `--tis_cap` truncates e^d"),
     "optim/lr": ("learning rate applied", "", ""),
     "optim/grad_norm": (
         "Euclidean norm of the gradient summed over ranks, before clipping",
         "steady",
-        "spikes: `--grad_clip`, a lower `--lr`; 0: no group has signal, and the update is left out (without `--kl_coef`)",
+        "spikes: try `--grad_clip` or a lower `--lr`; 0: no group has signal, and the update is skipped (without `--kl_coef`)",
     ),
     "optim/skipped": (
-        "updates left out because the gradient was not finite",
+        "updates skipped because the gradient was not finite",
         "0",
-        "more than a rare one: look at `policy/sampler_maxdiff` and `--dtype`",
+        "more than a rare one: check `policy/sampler_maxdiff` and `--dtype`",
     ),
     "optim/updates": (
         "optimizer steps of this step that moved the policy",
         "epochs × minibatches × phases",
-        "less: phases without signal, or not finite",
+        "less: phases without signal or without a finite gradient",
     ),
     "time/rollout": (
         "seconds of sampling and tools, slowest rank",
         "",
-        "far above the same tokens without tools: slow tools",
+        "far above the time for the same tokens without tools: slow tools",
     ),
     "time/update": ("seconds of packing, forward, backward and publishing, slowest rank", "", ""),
-    "time/evaluate": ("seconds of evaluation, slowest rank", "", "raise `--eval_every`"),
-    "time/step": ("seconds since the last line", "", ""),
+    "time/evaluate": ("seconds of evaluation, slowest rank", "", "high: raise `--eval_every`"),
+    "time/step": ("seconds since the previous line", "", ""),
     "perf/tokens_per_s": ("sampled tokens of all ranks / `time/rollout`", "", ""),
     "perf/trained_tokens_per_s": (
-        "tokens through forward and backward, context included, of all ranks / `time/update`",
+        "tokens through forward and backward, including context, of all ranks / `time/update`",
         "",
         "",
     ),
     "perf/peak_gb": (
-        "GiB: largest GPU allocation of the step (rank 0); on a CPU largest resident size so far",
+        "GiB: peak GPU allocation of the step (rank 0); on a CPU, peak resident size so far",
         "flat",
         "grows: a leak",
     ),
@@ -164,12 +164,12 @@ MEANINGS = {
     "perf/threads": (
         "threads (rank 0)",
         "constant",
-        "grows: tool calls that hang are given up, and their threads stay",
+        "grows: hanging tool calls were abandoned, and their threads remain",
     ),
     "eval/em": (
-        "mean outcome: the share of answers that equal a gold, after SQuAD normalisation or, on math tasks, by value; other tasks score in their own way",
+        "mean outcome: the share of answers that equal a gold, after SQuAD normalisation or, on math tasks, by value; other tasks have their own scores",
         "rises",
-        "falls while `reward/mean` rises: overfitting, or sampling and greedy decoding part ways",
+        "falls while `reward/mean` rises: overfitting, or sampling and greedy decoding diverge",
     ),
     "eval/f1": ("mean word-level F1 with the best gold; null on math tasks", "rises", ""),
     "eval/turns": ("generations per trajectory", "as `rollout/turns`", ""),
@@ -185,6 +185,6 @@ def row(key: str) -> str:
 
 
 def hint(key: str) -> str:
-    """Return the meaning of a metric in up to three lines; empty for one that is not known, such as an algorithm's own."""
-    titles = ("", "healthy: ", "else: ")
+    """Return the meaning of a metric in up to three lines, or "" for an unknown metric, such as one that an algorithm adds."""
+    titles = ("", "healthy: ", "otherwise: ")
     return "\n".join(title + cell for title, cell in zip(titles, MEANINGS.get(key, ())) if cell)

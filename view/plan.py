@@ -1,12 +1,11 @@
-"""What a run will need of a GPU's memory, before anything is loaded: the plan that --dry_run prints.
+"""The plan of GPU memory that --dry_run prints, before anything is loaded.
 
-It is computed from the model's configuration and the arguments. Exact are the parameters (the model is built without storage), the
-adapter, the 4-bit packing, the optimizer and the bytes a token takes in KV pages. Activations are counted tensor by tensor for a decoder
-with a gated MLP. What is marked ASSUMED, and the engine's working memory, are round figures from vLLM 0.32's source. Nothing was measured
-on a GPU.
+It is computed from the model's configuration and the arguments. The figures for parameters (the model is built without storage), adapter,
+4-bit packing, optimizer and KV bytes per token are exact. Activations are counted tensor by tensor for a decoder with a gated MLP. The
+figures marked ASSUMED and the engine's working memory are round, from vLLM 0.32's source. Nothing was measured on a GPU.
 
-Two moments are planned, each a list of rows that add up to what one rank holds then: `sampling` (engine awake, trainer idle) and `update`
-(engine asleep as --sleep says, a forward and backward pass under way).
+The plan covers two moments, each a list of rows that add up to one rank's memory: `sampling` (engine awake, trainer idle) and `update`
+(engine asleep according to --sleep, during a forward and backward pass).
 """
 
 import contextlib
@@ -23,22 +22,22 @@ from common import models, ranks, run
 from common.attention import chunk_tokens
 
 GIB = 2**30
-CARDS = {"24 GB": 23.6, "48 GB": 47.4, "80 GB": 79.1}  # GiB that torch sees of such a card
-CONTEXT = 1.0 * GIB  # ASSUMED: CUDA context, libraries, communication buffers, what the allocator cannot fill
-GRAPHS = 1.0 * GIB  # ASSUMED: the engine's CUDA graphs, for up to 512 requests at once
+CARDS = {"24 GB": 23.6, "48 GB": 47.4, "80 GB": 79.1}  # GiB that torch reports for such a card
+CONTEXT = 1.0 * GIB  # ASSUMED: CUDA context, libraries, communication buffers, fragmentation
+GRAPHS = 1.0 * GIB  # ASSUMED: the engine's CUDA graphs, for up to 512 concurrent requests
 PAGE = 16  # tokens in a KV page of vLLM on CUDA
-# Bytes per request and vocabulary entry: logits in bf16 and float32, sorted, their order, two softmaxes, cumulated. An upper bound, of
-# vLLM's V1 model runner: V2, which it takes on CUDA, leaves top-k and top-p out of its start-up run.
+# Bytes per request and vocabulary entry: logits in bf16 and float32, sorted logits, sort order, two softmaxes, a cumulative sum. An upper
+# bound, from vLLM's V1 model runner: V2, the default on CUDA, omits top-k and top-p from its start-up run.
 SAMPLER = 30
-HEAD = (
-    12  # bytes per logit of a chunk: log-probability, probability and a product, float32 each (attention._TokenLogps)
-)
+HEAD = 12  # bytes per logit of a chunk: log-probability, probability and a product in float32 (attention._TokenLogps)
 NF4_BLOCK, NF4_NESTED = 64, 256  # weights per scale, scales per scale of scales
-OWN_SEGMENT = 10 * 2**20  # bytes from which PyTorch's CUDA allocator gives a tensor a segment of its own
-ADAM8_BLOCK, ADAM8_SMALLEST = 256, 4096  # bitsandbytes: numbers per scale; a smaller tensor keeps its states in float32
+OWN_SEGMENT = 10 * 2**20  # bytes: PyTorch's CUDA allocator gives a tensor of this size or more a separate segment
+ADAM8_BLOCK, ADAM8_SMALLEST = 256, 4096  # bitsandbytes: elements per scale; smaller tensors keep float32 states
 
 
 class Row(NamedTuple):
+    """One line of a plan."""
+
     name: str
     bytes: int
     note: str = ""
@@ -46,12 +45,12 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass
 class Sizes:
-    """What the arithmetic needs of a model.
+    """The dimensions of a model that the plan uses.
 
-    parameters       all of them, tied ones once
-    linears          (in, out) of each linear layer but the output layer: those that get an adapter, and that --load_4bit packs
-    norms            widths of what the norms of one layer normalise, summed
-    unknown          parameters in layers of another kind (experts): the activations then lack what these save
+    parameters       all of them, tied ones counted once
+    linears          (in, out) of each linear layer except the output layer: these get an adapter, and --load_4bit packs them
+    norms            widths of the inputs of one layer's norms, summed
+    unknown          parameters in other kinds of layers (experts), whose activations are not counted
     """
 
     parameters: int
@@ -66,13 +65,13 @@ class Sizes:
     head_dim: int
     vocab: int
 
-    def adapter(self, rank):
-        """Parameters of a LoRA adapter on every linear layer but the output layer."""
+    def adapter(self, rank: int) -> int:
+        """Return the number of parameters of a LoRA adapter on every linear layer except the output layer."""
         return rank * sum(i + o for i, o in self.linears)
 
 
-def sizes(model):
-    """Sizes of a model, with or without storage."""
+def sizes(model: torch.nn.Module) -> Sizes:
+    """Return the Sizes of a transformers model, which may have no storage."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -107,28 +106,28 @@ def sizes(model):
 # ---- the parts, in bytes
 
 
-def base_bytes(sizes, item, load_4bit, nested=True):
-    """The base model's weights; in 4 bits all linear layers but the output layer, their scales quantized too where `nested`."""
+def base_bytes(sizes: Sizes, item: int, load_4bit: bool, nested: bool = True) -> int:
+    """Return the bytes of the base model's weights. load_4bit packs all linear layers except the output layer; nested: see nf4_bytes."""
     packed = [i * o for i, o in sizes.linears] if load_4bit else []
     return (sizes.parameters - sum(packed)) * item + sum(nf4_bytes(count, nested) for count in packed)
 
 
-def nf4_bytes(count, nested=True):
-    """One matrix of `count` weights in NF4: half a byte each, a byte for the scale of 64, and the tables of both levels.
+def nf4_bytes(count: int, nested: bool = True) -> int:
+    """Return the bytes of a matrix of `count` weights in NF4: half a byte per weight, a byte per 64 for their scale, and two levels of tables.
 
-    nested: False in the engine, whose plugin unpacks the scales to float32 when it has loaded them.
+    nested: whether the scales are quantized too. False for the engine, whose plugin unpacks them to float32 after loading.
     """
     scales = -(-count // NF4_BLOCK)
     tables = scales + 4 * -(-scales // NF4_NESTED) + 4 * (16 + 256 + 1) if nested else 4 * scales + 4 * 16
     return -(-count // 2) + tables
 
 
-def host_bytes(sizes, item, load_4bit, parked):
-    """Host memory for the `parked` bytes of the engine's weights and adapter slot, with --sleep full; a rank keeps it until it ends.
+def host_bytes(sizes: Sizes, item: int, load_4bit: bool, parked: int) -> int:
+    """Return the host memory for the `parked` bytes of the engine's weights and adapter slot, with --sleep full; a rank never frees it.
 
-    vLLM copies each segment of its GPU memory into a pinned block, and PyTorch makes such a block as large as the next power of two.
-    The engine holds query, key and value as one matrix, gate and up too. What is no segment of its own shares those of 20 MiB, whose
-    blocks are of 32, or of 2: counted twice.
+    vLLM copies each segment of its GPU memory into a pinned block, and PyTorch rounds the size of a block up to a power of two. The
+    engine stores query, key and value as one matrix, and gate and up as one. Tensors without a separate segment share segments of
+    20 MiB (blocks of 32 MiB) or 2 MiB: they are counted twice.
     """
     query, key = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     layer = [query + 2 * key, query, 2 * sizes.intermediate, sizes.intermediate]  # each times hidden
@@ -140,23 +139,23 @@ def host_bytes(sizes, item, load_4bit, parked):
     return sum(2 ** math.ceil(math.log2(size)) for size in large) + 2 * (parked - sum(large))
 
 
-def optimizer_bytes(sizes, rank, optim):
-    """AdamW's two states of every adapter weight."""
+def optimizer_bytes(sizes: Sizes, rank: int, optim: str) -> int:
+    """Return the bytes of AdamW's two states for every adapter weight."""
     matrices = [rank * n for pair in sizes.linears for n in pair]
     if optim == "adamw":
         return 8 * sum(matrices)
     return sum(8 * n if n < ADAM8_SMALLEST else 2 * n + 8 * -(-n // ADAM8_BLOCK) for n in matrices)
 
 
-def saved_bytes(sizes, item, rank):
-    """What one layer keeps for its backward pass, per token.
+def saved_bytes(sizes: Sizes, item: int, rank: int) -> int:
+    """Return the bytes per token that one layer saves for its backward pass.
 
-    The adapter computes in float32. Over a bf16 base each of its matrices keeps a float32 copy of its input of its own; over a
-    float32 base those that read the same tensor share it.
+    The adapter computes in float32. Over a bf16 base each of its matrices saves a separate float32 copy of its input; over a float32
+    base the matrices that read the same tensor share it.
     """
     query, key = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-    norms = 4 * sizes.norms  # each squares a float32 copy
-    attention = item * (2 * query + 2 * key) + 4 * sizes.heads  # query, key, value, output; a normaliser a head
+    norms = 4 * sizes.norms  # each norm squares a float32 copy
+    attention = item * (2 * query + 2 * key) + 4 * sizes.heads  # query, key, value, output; a normaliser per head
     mlp = item * 3 * sizes.intermediate  # gate, its activation, up
     of_layer = sizes.linears[: len(sizes.linears) // sizes.layers]
     if item == 4:
@@ -166,24 +165,26 @@ def saved_bytes(sizes, item, rank):
     return norms + attention + mlp + inputs + 4 * rank * len(of_layer)
 
 
-def gradient_bytes(sizes, item):
-    """What the backward pass holds for a moment, per token: gradients of the widest activation, one in float32 and over a bf16 base two
-    in bf16. The second is a bound found by measuring on a CPU."""
+def gradient_bytes(sizes: Sizes, item: int) -> int:
+    """Return the bytes per token that the backward pass holds temporarily: gradients of the widest activation.
+
+    One is in float32; over a bf16 base there are two more in bf16, a bound found by measuring on a CPU.
+    """
     return (8 if item == 2 else 4) * sizes.intermediate
 
 
-def chunk_bytes(sizes, tokens, cuda=True):
-    """The output layer's logits, computed a chunk of tokens at a time."""
+def chunk_bytes(sizes: Sizes, tokens: int, cuda: bool = True) -> int:
+    """Return the bytes of the output layer's logits, which are computed one chunk of tokens at a time."""
     return HEAD * min(tokens, chunk_tokens(sizes.vocab, cuda)) * sizes.vocab
 
 
-def kv_bytes(sizes, item):
-    """Keys and values of one token, all layers."""
+def kv_bytes(sizes: Sizes, item: int) -> int:
+    """Return the bytes of one token's keys and values over all layers."""
     return 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * item
 
 
-def working_bytes(sizes, item, requests, card):
-    """What vLLM's start-up run holds at its peak: a full step's widest activations, or the sampler over all requests. A round figure."""
+def working_bytes(sizes: Sizes, item: int, requests: int, card: int) -> int:
+    """Estimate the peak of vLLM's start-up run: the widest activations of a full step, or the sampler over all requests."""
     step = 16384 if card >= 70 * GIB else 8192  # max_num_batched_tokens by default (vLLM; 8192 on an A100)
     layer = item * step * (3 * sizes.intermediate + 2 * sizes.hidden)
     return max(layer, SAMPLER * requests * sizes.vocab)
@@ -194,37 +195,38 @@ def working_bytes(sizes, item, requests, card):
 
 @dataclasses.dataclass
 class Plan:
-    """One rank on one card. sampling, update: lists of Row that add up to what is held at that moment."""
+    """The memory of one rank on one card. sampling, update: the Rows of each moment."""
 
-    card: int
+    card: int  # bytes
     sampling: list[Row]
     update: list[Row]
     kv_tokens: int
-    at_once: int  # trajectories of --max_context that the pages hold
-    requests: int  # trajectories the engine works on at once
+    at_once: int  # trajectories of --max_context that fit into the KV pages
+    requests: int  # concurrent requests of the engine
     host: int  # bytes of host memory that --sleep full keeps
 
-    def total(self, moment):
+    def total(self, moment: str) -> int:
+        """Return the bytes of one moment, "sampling" or "update"."""
         return sum(row.bytes for row in getattr(self, moment))
 
-    def problems(self):
-        """Why the run would not start or not go on, as a list of sentences; empty where it fits."""
+    def problems(self) -> list[str]:
+        """Return the reasons why the run would run out of memory; an empty list if it fits."""
         found = []
         if self.at_once < 1:
             found.append(
-                f"the engine will not start: beside its own weights --gpu_memory leaves pages for {max(self.kv_tokens, 0)} tokens, "
-                "less than one --max_context"
+                f"the engine will not start: beside its weights --gpu_memory leaves KV pages for {max(self.kv_tokens, 0)} tokens, less "
+                "than one --max_context"
             )
         for moment in ("sampling", "update"):
             if (over := self.total(moment) - self.card) > 0:
-                found.append(f"{moment} needs {over / GIB:.1f} GiB more than there are")
+                found.append(f"{moment} needs {over / GIB:.1f} GiB more than the card has")
         return found
 
 
-def make(sizes, args, card, world=1, rank=None):
-    """The Plan of a model of these Sizes on a card of `card` bytes, its questions shared out over `world` ranks.
+def make(sizes: Sizes, args, card: int, world: int = 1, rank: int | None = None) -> Plan:
+    """Return the Plan of a model on a card of `card` bytes, with the questions divided among `world` ranks.
 
-    rank: of the adapter, where it is not --lora_rank.
+    rank: the adapter's rank, if it differs from --lora_rank.
     """
     from common.rollout import at_once, lora_slot
 
@@ -233,7 +235,7 @@ def make(sizes, args, card, world=1, rank=None):
     slot = lora_slot(rank)
     share = -(-args.questions // world) * args.group
     requests = at_once(args, world)
-    tokens = max(args.micro_tokens, args.max_context)  # a longer row is a micro-batch of its own
+    tokens = max(args.micro_tokens, args.max_context)  # a longer row is a separate micro-batch
     adapter = sizes.adapter(rank)
     weights = base_bytes(sizes, item, args.load_4bit)
     loaded = base_bytes(sizes, item, args.load_4bit, nested=False)
@@ -248,24 +250,24 @@ def make(sizes, args, card, world=1, rank=None):
     layer = saved_bytes(sizes, item, rank)
     backward = gradient_bytes(sizes, item)
     if args.grad_checkpoint:
-        kept, backward, note = item * sizes.hidden * sizes.layers, backward + layer, "the inputs of the layers"
+        saved, backward, note = item * sizes.hidden * sizes.layers, backward + layer, "the inputs of the layers"
     else:
-        kept, note = layer * sizes.layers, f"{layer / 1024:.0f} KiB a token and layer"
+        saved, note = layer * sizes.layers, f"{layer / 1024:.0f} KiB per token and layer"
     logits, backward = chunk_bytes(sizes, tokens), tokens * backward
-    again = "one layer computed anew, its gradients" if args.grad_checkpoint else "gradients of the widest activation"
+    peak = "one recomputed layer, its gradients" if args.grad_checkpoint else "gradients of the widest activation"
     updating = [
-        Row("trainer: gradients", 8 * adapter, "and their flat copy, summed over ranks"),
-        Row("trainer: activations", tokens * kept, f"of {tokens} tokens: {note}"),
+        Row("trainer: gradients", 8 * adapter, "and their flat copy for the sum over ranks"),
+        Row("trainer: activations", tokens * saved, f"of {tokens} tokens: {note}"),
         Row(
             "trainer: last hidden states",
             (4 * item + 4) * sizes.hidden * tokens,
             "the last norm's copy, slopes, gradients",
         ),
-        Row("trainer: at the peak", max(logits, backward), "a chunk of logits" if logits > backward else again),
+        Row("trainer: at the peak", max(logits, backward), "a chunk of logits" if logits > backward else peak),
     ]
     if args.load_4bit:
         widest = max(i * o for i, o in sizes.linears)
-        updating.append(Row("trainer: one matrix unpacked", 2 * widest, "of 4 bit"))
+        updating.append(Row("trainer: one matrix unpacked", 2 * widest, "from 4 bits"))
 
     stacks = item * slot * (sum(i + o for i, o in sizes.linears) + 2 * (sizes.vocab + sizes.hidden))
     engine = [
@@ -279,7 +281,7 @@ def make(sizes, args, card, world=1, rank=None):
     budget = math.ceil(args.gpu_memory * card)  # as vLLM rounds
     pages = budget - sum(row.bytes for row in (*engine, working))
     page = PAGE * kv_bytes(sizes, item)
-    kv = Row("engine: KV pages", pages, f"what is left of --gpu_memory {args.gpu_memory:g}")
+    kv = Row("engine: KV pages", pages, f"the rest of --gpu_memory {args.gpu_memory:g}")
     kv_tokens = pages // page * PAGE
     asleep = {"none": [*engine, kv], "kv": engine, "full": engine[2:]}[args.sleep]
     return Plan(
@@ -293,7 +295,7 @@ def make(sizes, args, card, world=1, rank=None):
     )
 
 
-CHANGES = (  # tried one after the other, those that cost least first; only what makes a difference is kept
+CHANGES = (  # in the order in which they are tried, the cheapest first; one that saves no memory is dropped
     ("sleep", "full"),
     ("grad_checkpoint", True),
     ("optim", "adamw_8bit"),
@@ -301,24 +303,26 @@ CHANGES = (  # tried one after the other, those that cost least first; only what
 )
 
 
-def remedy(sizes, args, card, **more):
-    """Flags with which it fits, as they are written on a command line; None where none helps. --load_4bit is another base, and
-    adamw_8bit rounds the optimizer's states; the others change memory and time only."""
+def remedy(sizes: Sizes, args, card: int, **options) -> str | None:
+    """Return the flags with which the run fits, as written on a command line, or None if no flags help. options: those of make().
+
+    --load_4bit changes the base, and adamw_8bit rounds the optimizer's states; the others change memory and time only.
+    """
 
     def lacks(changes):
-        p = make(sizes, SimpleNamespace(**(vars(args) | changes)), card, **more)
+        p = make(sizes, SimpleNamespace(**(vars(args) | changes)), card, **options)
         return max(0, p.total("update") - card) + max(0, p.total("sampling") - card) + max(0, -(p.at_once - 1)) * GIB
 
     chosen = {}
     for name, value in CHANGES:
         if lacks(chosen) and lacks(chosen | {name: value}) < lacks(chosen):
             chosen[name] = value
-    for percent in range(90, 5, -5):  # the engine's share: as large as what the trainer holds meanwhile allows
+    for percent in range(90, 5, -5):  # the largest share for the engine that fits beside the trainer
         if lacks(chosen) and not lacks(chosen | {"gpu_memory": percent / 100}):
             chosen["gpu_memory"] = percent / 100
     if lacks(chosen):
         return None
-    for name in list(chosen):  # what a later one has made needless
+    for name in list(chosen):  # a later flag may have made this one unnecessary
         rest = {other: value for other, value in chosen.items() if other != name}
         chosen = chosen if lacks(rest) else rest
     return " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in chosen.items())
@@ -327,20 +331,18 @@ def remedy(sizes, args, card, **more):
 # ---- what --dry_run prints
 
 
-def cards():
-    """{name: bytes} to plan for: this GPU, or on a machine without one the usual sizes."""
+def cards() -> dict[str, int]:
+    """Return {name: bytes} of the cards to plan for: this GPU, or the usual sizes on a machine without one."""
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         if total - free > 2 * CONTEXT:
-            print(
-                f"warning: {(total - free) / GIB:.1f} GiB of this GPU are taken already; the plan is for an empty one"
-            )
+            print(f"warning: {(total - free) / GIB:.1f} GiB of this GPU are in use; the plan assumes an empty one")
         return {"this GPU": total}
     return {name: int(size * GIB) for name, size in CARDS.items()}
 
 
-def table(plans, moment):
-    """The rows of one moment as lines, one column per card."""
+def table(plans: dict[str, Plan], moment: str) -> list[str]:
+    """Return the lines of one moment's table, with one column per card."""
     lines = [
         f"{'while sampling' if moment == 'sampling' else 'while updating':32}"
         + "".join(f"{name:>10}" for name in plans)
@@ -354,26 +356,26 @@ def table(plans, moment):
     return lines
 
 
-def verdict(name, plan, sizes, args, **more):
-    """One line on a card: whether it fits, how many trajectories it samples at once, and what helps where it does not."""
-    if not (wrong := plan.problems()):
-        waits = "" if plan.at_once >= plan.requests else f" of {plan.requests} under way: the others wait for pages"
-        room = f"{plan.kv_tokens:,} tokens in KV pages, {plan.at_once} full trajectories at once{waits}"
+def verdict(name: str, plan: Plan, sizes: Sizes, args, **options) -> str:
+    """Return a line that reports whether the run fits on a card: with how many concurrent trajectories, or which flags help."""
+    if not (problems := plan.problems()):
+        waiting = "" if plan.at_once >= plan.requests else f" of {plan.requests} requests; the others wait for pages"
+        room = f"{plan.kv_tokens:,} tokens in KV pages, {plan.at_once} full trajectories at once{waiting}"
         return f"{name}: fits; {room}."
-    flags = remedy(sizes, args, plan.card, **more)
-    helps = f"It fits with {flags}." if flags else "No flag makes it fit: take a smaller model or a larger card."
-    return f"{name}: does not fit; {'; '.join(wrong)}. {helps}"
+    flags = remedy(sizes, args, plan.card, **options)
+    advice = f"It fits with {flags}." if flags else "No flag makes it fit: use a smaller model or a larger card."
+    return f"{name}: does not fit; {'; '.join(problems)}. {advice}"
 
 
-def weight_files(path, sizes):
-    """A line on the checkpoint's own files, where they lie in a folder."""
+def weight_files(path: str, sizes: Sizes) -> str:
+    """Return a line that reports whether the weight files in a model's folder match its configuration."""
     from safetensors import safe_open
 
     if not Path(path).is_dir():
-        return "weights: not looked at; they are fetched from the hub when the run starts"
+        return "weights: not checked; they are fetched from the hub when the run starts"
     files = sorted(Path(path).glob("*.safetensors"))
     if not files:
-        return f"weights: none in {path} (*.safetensors); left out: whether they belong to this configuration"
+        return f"weights: none in {path} (*.safetensors); not checked against config.json"
     count = 0
     for file in files:
         with safe_open(file, "pt") as tensors:
@@ -381,13 +383,13 @@ def weight_files(path, sizes):
     # A tied output layer may be stored a second time.
     if count not in (sizes.parameters, sizes.parameters + sizes.vocab * sizes.hidden):
         return (
-            f"warning: weights: {count:,} numbers in {len(files)} file(s), not the {sizes.parameters:,} of config.json"
+            f"warning: weights: {count:,} parameters in {len(files)} file(s), but {sizes.parameters:,} by config.json"
         )
-    return f"weights: {len(files)} file(s), as many numbers as config.json says"
+    return f"weights: {len(files)} file(s) with as many parameters as config.json implies"
 
 
-def prompt_lines(task, args):
-    """The run's first prompt as the model sees it, and how it and a trajectory of full length fit into --max_context."""
+def prompt_lines(task, args) -> list[str]:
+    """Return lines with the run's first prompt as the model sees it, and with how a trajectory of full length fits into --max_context."""
     question = task.take(1)[0]
     ids = task.prompt_ids(question)
     turns, observations = args.max_turns * args.max_turn_tokens, (args.max_turns - 1) * args.max_observation_tokens
@@ -402,16 +404,16 @@ def prompt_lines(task, args):
     )
     if longest > args.max_context and args.context == "full":
         lines.append(
-            f"warning: a trajectory of full length does not fit: it ends at {args.max_context} tokens, unanswered. --max_context "
-            f"{longest} would hold it"
+            f"warning: a full trajectory does not fit: it ends at {args.max_context} tokens without an answer. It needs --max_context "
+            f"{longest}"
         )
     return lines
 
 
 def fit(args, task):
-    """The arguments, when the run fits. With --dry_run print the first prompt and the memory plan, and exit; no model is loaded.
+    """Return the arguments if the run fits. With --dry_run print the first prompt and the memory plan instead; no model is loaded.
 
-    Raises SystemExit, also for what would stop the run when it loads its model.
+    Raises SystemExit after a dry run, and for a model that the run could not load.
     """
     if not getattr(args, "dry_run", False):
         if not torch.cuda.is_available():
@@ -421,30 +423,30 @@ def fit(args, task):
     raise SystemExit(0)
 
 
-def refuse_too_large(args):
-    """Raise SystemExit when a model cannot fit into the memory of a machine without a GPU."""
+def refuse_too_large(args) -> None:
+    """Raise SystemExit if the model cannot fit into the memory of a machine without a GPU."""
     path = models.resolve(args.model)
     count = sum(p.numel() for p in models.empty_model(path).parameters())
     dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32
-    holders = 2 * int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # trainer and engine of each rank
-    need = 1.15 * count * dtype.itemsize * holders / GIB  # a seventh for activations and the engine's pages
+    copies = 2 * int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # trainer and engine of each rank
+    need = 1.15 * count * dtype.itemsize * copies / GIB  # 15 % more for activations and the engine's KV pages
     if need > (have := memory_gb()):
         raise SystemExit(
-            f"--model {path}: its {count / 1e9:.1f} billion parameters, held by trainer and engine, need {need:.0f} GiB, and this "
-            f"machine has {have:.0f} GiB and no GPU. What runs here: python train_grpo.py --model tiny --task tiny_search"
+            f"--model {path}: its {count / 1e9:.1f} billion parameters, in trainer and engine, need {need:.0f} GiB; this machine has "
+            f"{have:.0f} GiB and no GPU. Try python train_grpo.py --model tiny --task tiny_search"
         )
 
 
-def memory_gb():
-    """GiB of memory this process may use: the machine's, or less in a container."""
+def memory_gb() -> float:
+    """Return the GiB of memory that this process may use: the machine's, or a container's limit."""
     sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    with contextlib.suppress(OSError, ValueError):  # no limit reads as "max"
+    with contextlib.suppress(OSError, ValueError):  # the file holds "max" if there is no limit
         sizes.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return min(sizes) / 2**30
 
 
-def dry_run(args, task):
-    """Plan the memory, print plan and first prompt. Raises SystemExit for what would stop the run there."""
+def dry_run(args, task) -> None:
+    """Print the first prompt and the memory plan. Raises SystemExit for a model that the run would refuse."""
     from common.policy import refuse_unsupported
 
     path = models.resolve(args.model)
@@ -453,42 +455,40 @@ def dry_run(args, task):
     if ranks.rank():
         return
     found, rank = sizes(model), adapter_rank(args)
-    more = dict(world=ranks.world_size(), rank=rank)
-    plans = {name: make(found, args, card, **more) for name, card in cards().items()}
-    one = next(iter(plans.values()))
+    options = dict(world=ranks.world_size(), rank=rank)
+    plans = {name: make(found, args, card, **options) for name, card in cards().items()}
+    host = next(iter(plans.values())).host
     print(*prompt_lines(task, args), "", sep="\n")
     print(f"questions: {len(task.train)} to train on, {len(task.held_out)} held out, {len(task.test)} for eval.py")
     print(f"run directory: {run.directory(args)}")
     if run.occupied(run.directory(args)) and not args.resume:
-        print("warning: it holds a run already; nothing is overwritten: give another --out, or --resume")
+        print("warning: it already holds a run, which is never overwritten: give another --out, or --resume")
     print(weight_files(path, found), "", sep="\n")
     print(
         f"memory of one rank of {ranks.world_size()}, {args.model}: {found.parameters:,} parameters, "
-        f"{kv_bytes(found, 4 if args.dtype == 'float32' else 2):,} bytes of keys and values a token; GiB, computed and not measured"
+        f"{kv_bytes(found, 4 if args.dtype == 'float32' else 2):,} bytes of keys and values per token; GiB, computed and not measured"
     )
     for moment in ("sampling", "update"):
         print(*table(plans, moment), sep="\n")
-    if one.host:
-        print(
-            f"--sleep full: {one.host / GIB:.1f} GiB of host memory for this rank from then on, as much for every other"
-        )
+    if host:
+        print(f"--sleep full: {host / GIB:.1f} GiB of host memory for each rank, from the first sleep to the end")
     if found.unknown:
         print(
-            f"warning: {found.unknown:,} parameters are in layers that this arithmetic does not know (experts?): the activations "
-            "are too low"
+            f"warning: {found.unknown:,} parameters are in layers of an unknown kind (experts?): the plan underestimates the "
+            "activations"
         )
     if args.context != "full":
         print(
-            f"warning: --context {args.context}: each trained turn may be a row of its own, and the rows of a trajectory are one "
-            f"micro-batch, of up to {args.max_turns} x {args.max_context} tokens where all turns are trained; planned is one row"
+            f"warning: --context {args.context}: each trained turn may be a separate row, and the rows of a trajectory are one "
+            f"micro-batch of up to {args.max_turns} x {args.max_context} tokens; the plan is for one row"
         )
     for name, made in plans.items():
-        print(verdict(name, made, found, args, **more))
-    print("nothing was loaded: neither the engine nor the self-test of engine against trainer was tried (--dry_run)")
+        print(verdict(name, made, found, args, **options))
+    print("nothing was loaded (--dry_run): the engine and its self-test against the trainer were not tried")
 
 
-def adapter_rank(args):
-    """The rank of the adapter that a run starts from; None for a fresh one."""
+def adapter_rank(args) -> int | None:
+    """Return the rank of the adapter that a run starts from, or None for a new adapter."""
     import json
 
     if not args.adapter:

@@ -1,7 +1,7 @@
 """One HTML page of a run directory: curves of every metric, samples with their credit, settings. It opens from disk, without a network.
 
-The page is html, a template, with the run's data in it as JSON. The template's script makes text of what models and tools wrote, never
-markup. Size is bounded: curves by points, samples by a budget in bytes that the steps share.
+The page is the template report.html with the run's data in it as JSON. The template's script inserts the output of models and tools as
+text, never as markup. Size is bounded: curves by a number of points, samples by a budget in bytes that the steps share.
 """
 
 import ast
@@ -12,19 +12,19 @@ from pathlib import Path
 
 from view import metrics, show
 
-POINTS = 600  # of a curve; of longer ones each point is a mean over neighbours
-SAMPLE_BYTES = 4_300_000  # all samples together, so that the page stays below 5 MB
-STEP_BYTES = 16_000  # what a step's samples need to be worth showing; with too many steps for that, some are left out
-CUTS = (8000, 4000, 2000, 1000, 500, 250, 120)  # characters of a text; the first that makes a group fit
+POINTS = 600  # per curve; in longer curves each point is a mean over neighbours
+SAMPLE_BYTES = 4_300_000  # for all samples together, so that the page stays below 5 MB
+STEP_BYTES = 16_000  # least budget of a step's samples; with too many steps for that, some steps are omitted
+CUTS = (8000, 4000, 2000, 1000, 500, 250, 120)  # characters per text; the first that makes a group fit is used
 
 
-def write(folder, path):
-    """Write the page of a run directory to `path`. Returns a line that says so. Raises SystemExit where there is no run."""
+def write(folder: str | Path, path: str | Path) -> str:
+    """Write the page of a run directory to `path`. Returns a line with its size. Raises SystemExit if there is no run."""
     folder, path = Path(folder), Path(path)
     files = [folder / name for name in ("metrics.jsonl", "samples.jsonl")]
     if not any(file.is_file() for file in files):
         raise SystemExit(
-            f"{folder}: not a run directory, or nothing to report yet: no metrics.jsonl, no samples.jsonl."
+            f"{folder}: not a run directory, or nothing to report yet: no metrics.jsonl and no samples.jsonl."
         )
     lines = read_metrics(files[0]) if files[0].is_file() else []
     blocks, left_out = samples(files[1]) if files[1].is_file() else ([], 0)
@@ -44,22 +44,22 @@ def write(folder, path):
         "environments": [(file.name, flat(as_json(file))) for file in sorted(folder.glob("environment*.json"))],
     }
     page = Path(__file__).with_name("report.html").read_text(encoding="utf-8").replace("__DATA__", encode(data), 1)
-    page = page.encode("utf-8", "replace")  # what a file cannot hold, such as half of a surrogate pair, becomes "?"
+    page = page.encode("utf-8", "replace")  # half a surrogate pair, which UTF-8 cannot encode, becomes "?"
     path.write_bytes(page)
     shown, size = (sum(block[key] for block in blocks) for key in ("shown", "size"))
     return f"{path}: {len(page) / 1e6:.1f} MB, {shown} of the {size} samples"
 
 
-def as_json(file):
-    """The object in a JSON file, empty where there is no such file or it is not whole."""
+def as_json(file: Path) -> dict:
+    """Return the object in a JSON file, or {} if the file is missing or incomplete."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
 
 
-def flat(nested, prefix=""):
-    """(name, value) pairs of a nested object; names of inner ones after their outer ones."""
+def flat(nested: dict, prefix: str = "") -> list[tuple]:
+    """Return (name, value) pairs of a nested object; an inner name follows its outer names, separated by dots."""
     pairs = []
     for name, value in nested.items():
         pairs += flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(prefix + name, value)]
@@ -69,13 +69,13 @@ def flat(nested, prefix=""):
 # ---- metrics
 
 
-def read_metrics(path):
-    """The lines of metrics.jsonl by step. Of a step that was done twice, because a run was resumed, the later one counts."""
+def read_metrics(path: Path) -> list[dict]:
+    """Return the lines of metrics.jsonl sorted by step. If a resumed run repeated a step, the later line counts."""
     return [line for _, line in sorted({line["step"]: line for line in show.stream(path)}.items())]
 
 
-def table(lines):
-    """(name, first, last, step of the last) of what is measured before and after training."""
+def table(lines: list[dict]) -> list[tuple]:
+    """Return (name, first value, last value, step of the last) of each evaluation metric in show.TABLE that was measured."""
     rows = []
     for name, key in show.TABLE:
         points = measured(lines, key)
@@ -84,12 +84,13 @@ def table(lines):
     return rows
 
 
-def measured(lines, key):
+def measured(lines: list[dict], key: str) -> list[tuple[int, float]]:
+    """Return the (step, value) pairs of a metric, without its nulls."""
     return [(line["step"], line[key]) for line in lines if line.get(key) is not None]
 
 
-def curves(lines):
-    """[(group, panels)]: every metric that was measured, evaluation first, then in the order of the file."""
+def curves(lines: list[dict]) -> list[tuple[str, list[dict]]]:
+    """Return [(group, panels)] of all metrics that were measured: evaluation first, then in the order of the file."""
     groups = {"eval": []}
     for key in dict.fromkeys(key for line in lines for key in line if key != "step"):
         points, size = thin(measured(lines, key))
@@ -97,12 +98,12 @@ def curves(lines):
             group = key.partition("/")[0] if "/" in key else ""
             panel = {"key": key, "meaning": metrics.hint(key), "points": points, "mean_of": size}
             groups.setdefault(group, []).append(panel)
-    groups["run"] = groups.pop("", [])  # what belongs to no group, at the end
+    groups["run"] = groups.pop("", [])  # keys without a group come last
     return [(group, panels) for group, panels in groups.items() if panels]
 
 
-def thin(points):
-    """At most POINTS points, and of how many neighbours each is the mean; it stands at the last of them."""
+def thin(points: list[tuple]) -> tuple[list[tuple[int, float]], int]:
+    """Return (at most POINTS points, n): each is the mean of n neighbours, placed at the step of the last of them."""
     size = -(-len(points) // POINTS) or 1
     parts = [points[i : i + size] for i in range(0, len(points), size)]
     return [(part[-1][0], float(f"{statistics.fmean(value for _, value in part):.6g}")) for part in parts], size
@@ -111,10 +112,10 @@ def thin(points):
 # ---- settings
 
 
-def arguments(folder, args):
-    """(name, value, default, meaning) of each argument; the last two come from the run's copy of its code, None where they are not found."""
+def arguments(folder: Path, args: dict) -> list[tuple]:
+    """Return (name, value, default, meaning) of each argument. Default and meaning come from the run's copy of its code, else None and ""."""
     known = {}
-    # The script comes last: its defaults count where it declares a shared argument again.
+    # The script comes last: its defaults override the shared ones.
     for file in filter(Path.is_file, (folder / "common" / "args.py", *folder.glob("*.py"))):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef) and node.name in ("Sampling", "Shared", "Args"):
@@ -128,10 +129,10 @@ def arguments(folder, args):
 # ---- samples
 
 
-def samples(path):
-    """One block for each step and kind, with as many whole groups as its share of the budget holds: those with signal first.
+def samples(path: Path) -> tuple[list[dict], int]:
+    """Return (blocks, number of omitted blocks). A block is one step and kind, with as many whole groups as fit its share of the budget.
 
-    Groups without signal keep the order of the file, so that evaluations show the same questions at every step.
+    Groups with signal come first. The others keep the order of the file, so that evaluations show the same questions at every step.
     """
     blocks = show.index(path)
     kinds = {kind: sorted(step for step, k in blocks if k == kind) for _, kind in blocks}
@@ -144,7 +145,7 @@ def samples(path):
     made, left = [], SAMPLE_BYTES
     for number, (step, kind) in enumerate(kept):
         groups = blocks[step, kind]
-        share = left // (len(kept) - number)  # what a block leaves over goes to those after it
+        share = left // (len(kept) - number)  # bytes that a block does not use go to the blocks after it
         items, used = [], 0
         for group in sorted(groups, key=lambda g: not g.signal):
             item, size = fit(path, group, share - used, cut=not items)
@@ -169,15 +170,18 @@ def samples(path):
     return made, len(blocks) - len(kept)
 
 
-def evenly(steps, count):
-    """At most `count` of the steps, at even distances, the first and the last among them."""
+def evenly(steps: list[int], count: int) -> list[int]:
+    """Return at most `count` evenly spaced steps, including the first and the last."""
     if len(steps) <= count:
         return steps
     return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
 
 
-def fit(path, group, room, cut):
-    """(group for the page, its bytes), or (None, 0) where it does not fit. With `cut` texts are shortened and, at last, samples left out."""
+def fit(path: Path, group: show.Compared, room: int, cut: bool) -> tuple[dict | None, int]:
+    """Return (group for the page, its bytes), or (None, 0) if it exceeds `room` bytes.
+
+    cut: shorten texts and, if that is not enough, omit samples.
+    """
     whole = list(show.read(path, [group]))
     for limit in CUTS if cut else CUTS[:1]:
         item = for_page(whole, limit)
@@ -190,17 +194,18 @@ def fit(path, group, room, cut):
     return None, 0
 
 
-def encode(data):
-    """JSON that can stand in a page: no tag can begin in it."""
+def encode(data) -> str:
+    """Return JSON that is safe inside a page: it cannot open a tag."""
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def length(item):
+def length(item) -> int:
+    """Return the bytes of an item in the page."""
     return len(encode(item).encode("utf-8", "replace"))
 
 
-def for_page(whole, limit):
-    """A group as the page's script reads it, with texts of about `limit` characters at most."""
+def for_page(whole: list[dict], limit: int) -> dict:
+    """Return a group of samples as the page's script reads it, with texts of about `limit` characters at most."""
     first = whole[0]
     return {
         "question": shorten(first["question"], limit),
@@ -220,7 +225,8 @@ def for_page(whole, limit):
     }
 
 
-def turn_for_page(turn, golds, limit):
+def turn_for_page(turn: dict, golds: list[str], limit: int) -> dict:
+    """Return a turn as the page's script reads it."""
     advantage = turn.get("advantage")
     made = {"text": shorten(turn["text"], limit), "tokens": turn["tokens"]}
     if (credit := show.credit(advantage)) is not None:
@@ -241,8 +247,8 @@ def turn_for_page(turn, golds, limit):
     return made
 
 
-def shorten(text, limit):
-    """A text, or its beginning and its end (where an action stands) with a note of what was cut."""
+def shorten(text: str | None, limit: int) -> str | None:
+    """Return a text, cut in the middle if it is too long: actions are at the end."""
     if not text or len(text) <= limit + 60:
         return text
     return f"{text[: limit // 2]} [... {len(text) - limit // 2 * 2} characters cut ...] {text[-(limit // 2) :]}"

@@ -1,9 +1,9 @@
-"""What a run shows: at its end a table, a learning curve and one trajectory; afterwards any trajectory, turn by turn, in colour.
+"""A run in the terminal: a table, a learning curve and one trajectory at its end; later any trajectory, turn by turn, in colour.
 
     python -m view show out/RUN --worst       trajectories in the terminal
     python -m view report out/RUN             one HTML page (report.py)
 
-Imports neither torch nor vllm, and reads runs that are still going on.
+Imports neither torch nor vllm, and can read a run in progress.
 """
 
 import heapq
@@ -15,6 +15,7 @@ import shutil
 import statistics
 import sys
 import textwrap
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,50 +23,49 @@ from tasks.scores import normal_form
 from tools.search import documents_in
 
 TABLE = (("exact match", "eval/em"), ("F1", "eval/f1"), ("turns", "eval/turns"), ("tool calls", "eval/tool_calls"))
-# Terminal colours, as numbers of the palette the reader has chosen: they suit dark and light screens.
+# Terminal colours, as indices into the user's palette: they suit dark and light screens.
 BOLD, DIM, GREY, GREEN, RED = "1", "2", "90", "32", "31"
 
 
 # ---- reading
 
 
-def lines(path):
-    """(offset, object) of each line of a JSONL file. The last line may be cut: a run is writing it, or was killed."""
+def lines(path: Path) -> Iterator[tuple[int, dict]]:
+    """Yield (offset, object) of each line of a JSONL file. An incomplete last line is skipped: the run is writing it, or was killed."""
     offset = 0
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
             try:
-                item = json.loads(raw, parse_constant=lambda _: None)  # NaN is no JSON
+                item = json.loads(raw, parse_constant=lambda _: None)  # NaN is not valid JSON
             except ValueError:
                 if raw.endswith(b"\n"):
-                    print(f"warning: {path}, line {number}: not JSON, left out", file=sys.stderr)
+                    print(f"warning: {path}, line {number}: not JSON, skipped", file=sys.stderr)
             else:
                 yield offset, item
             offset += len(raw)
 
 
-def stream(path):
-    """The objects of a JSONL file, one after the other: samples.jsonl may be larger than memory."""
+def stream(path: Path) -> Iterator[dict]:
+    """Return an iterator over the objects of a JSONL file: samples.jsonl may be larger than memory."""
     return (item for _, item in lines(path))
 
 
 @dataclass
 class Compared:
-    """The samples of one question that were compared with each other: where they stand in the file, and how they ended."""
+    """A group: samples of one question that were compared with each other, by their offsets in the file."""
 
     question: str
-    offsets: list = field(default_factory=list)
-    outcomes: list = field(default_factory=list)
-    signal: bool = False
-    """some turn has an advantage other than zero"""
+    offsets: list[int] = field(default_factory=list)
+    outcomes: list[float] = field(default_factory=list)
+    signal: bool = False  # whether some turn has an advantage other than zero
 
 
-def index(path):
-    """{(step, kind): groups} of a samples.jsonl, in the order of the file. Holds places and not texts."""
+def index(path: Path) -> dict[tuple[int, str], list[Compared]]:
+    """Return {(step, kind): groups} of a samples.jsonl, in the order of the file. It holds offsets, not texts."""
     blocks, before = {}, None
     for offset, sample in lines(path):
         group = sample["step"], sample["kind"], sample["question"]
-        # Samples of a group follow each other. A question that was drawn twice begins again with a low number.
+        # Samples of a group are consecutive. If a question was drawn twice, the sample number drops.
         if before is None or group != before[0] or sample["sample"] <= before[1]:
             blocks.setdefault(group[:2], []).append(Compared(sample["question"]))
         before = group, sample["sample"]
@@ -76,8 +76,8 @@ def index(path):
     return blocks
 
 
-def read(path, groups):
-    """The samples of some groups of an index, one after the other."""
+def read(path: Path, groups: Iterable[Compared]) -> Iterator[dict]:
+    """Yield the samples of some groups of an index."""
     with open(path, "rb") as file:
         for offset in itertools.chain.from_iterable(g.offsets for g in groups):
             file.seek(offset)
@@ -87,17 +87,18 @@ def read(path, groups):
 # ---- judging
 
 
-def each(advantage):
-    """An advantage as a list: one number for the turn, one for each token, or none at all."""
+def each(advantage: float | list[float] | None) -> list[float]:
+    """Return an advantage as a list: one number for the turn, one per token, or none."""
     return advantage if isinstance(advantage, list) else [] if advantage is None else [advantage]
 
 
-def credit(advantage):
-    """What a turn is coloured by: its advantage, the mean over its tokens, or None where it is not trained."""
+def credit(advantage: float | list[float] | None) -> float | None:
+    """Return a turn's advantage, or the mean over its tokens, or None if it is not trained. It determines the turn's colour."""
     return statistics.fmean(each(advantage)) if each(advantage) else None
 
 
-def credit_in_words(advantage):
+def credit_in_words(advantage: float | list[float] | None) -> str:
+    """Return a turn's advantage as text."""
     if not each(advantage):
         return "not trained"
     words = f"advantage {credit(advantage):+.2f}"
@@ -106,34 +107,34 @@ def credit_in_words(advantage):
     return words
 
 
-def worth(sample):
-    """Orders samples from worst to best: by outcome, then F1, then mean advantage."""
+def worth(sample: dict) -> tuple[float, float, float]:
+    """Return the key that sorts samples from worst to best: outcome, then F1, then mean advantage."""
     credits = [credit(t.get("advantage")) for t in sample["turns"]]
     return sample["outcome"], sample["info"].get("f1", 0.0), statistics.fmean([c or 0.0 for c in credits] or [0.0])
 
 
-def holds_gold(text, golds):
-    """Whether a gold answer stands in a text, both in normal form."""
+def holds_gold(text: str, golds: list[str]) -> bool:
+    """Return whether a text contains a gold answer, both in normal form."""
     text = normal_form(text)
     return any(gold in text for gold in map(normal_form, golds) if gold)
 
 
-def near_miss(sample):
-    """Wrong in the end, though some tool output holds a gold answer."""
-    heard = [documents_in(t["tool_output"]) for t in sample["turns"] if t["tool_status"] == "ok"]
-    return sample["outcome"] < 1 and any(holds_gold(text, sample["golds"]) for text in heard)
+def near_miss(sample: dict) -> bool:
+    """Return whether a sample's answer is wrong although a tool output contains a gold answer."""
+    outputs = [documents_in(t["tool_output"]) for t in sample["turns"] if t["tool_status"] == "ok"]
+    return sample["outcome"] < 1 and any(holds_gold(text, sample["golds"]) for text in outputs)
 
 
-def choose(samples, which, count):
-    """At most `count` samples: the worst, the best, the first near misses, or (which None) simply the first."""
+def choose(samples: Iterable[dict], which: str | None, count: int) -> list[dict]:
+    """Return at most `count` samples: the "worst", the "best", the first of "near_miss", or (None) the first."""
     if which in ("worst", "best"):
         pick = heapq.nsmallest if which == "worst" else heapq.nlargest
         return pick(count, samples, key=worth)
     return list(itertools.islice(filter(near_miss, samples) if which else samples, count))
 
 
-def tutorial(samples):
-    """A training sample that shows the most: right, with tool calls, in a group that also failed; the latest such one."""
+def tutorial(samples: Iterable[dict]) -> dict | None:
+    """Return the most instructive training sample: with signal, right, with tool calls, and as late as possible."""
     trained = (s for s in samples if s["kind"] == "train" and s["turns"])
 
     def teaches(s):
@@ -147,19 +148,19 @@ def tutorial(samples):
 # ---- a trajectory as text
 
 
-def visible(text):
-    """Text with its control characters spelled out, so that what a model wrote cannot command a terminal."""
+def visible(text: str) -> str:
+    """Return a text with its control characters escaped, so that a model's output cannot control the terminal."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
 
 
-def tokens(text, count, tokenizer):
-    """A turn's text with a bar between its tokens; as it is when the tokenizer splits it into another number than was sampled."""
+def tokens(text: str, count: int, tokenizer) -> str:
+    """Return a turn's text with a bar between its tokens, or unchanged if the tokenizer does not split it into the `count` sampled ones."""
     ids = tokenizer.encode(text, add_special_tokens=False) if tokenizer else []
     return "|".join(tokenizer.decode([i]) for i in ids) if len(ids) == count else text
 
 
-def colour_of(advantage):
-    """Green or red, in three strengths; grey where there is no advantage, no colour where it is zero."""
+def colour_of(advantage: float | list[float] | None) -> str:
+    """Return a terminal colour: green or red in three strengths, grey without an advantage, "" if it is zero."""
     value = credit(advantage)
     if not value:
         return GREY if value is None else ""
@@ -167,25 +168,25 @@ def colour_of(advantage):
     return strength + (GREEN if value > 0 else RED)
 
 
-def rows(sample, tokenizer):
-    """(indent, text, colour) of each part of a trajectory."""
+def rows(sample: dict, tokenizer) -> Iterator[tuple[str, str, str]]:
+    """Yield (indent, text, colour) of each part of a trajectory."""
     yield "  ", f"question: {sample['question']}   gold: {' | '.join(sample['golds'])}", BOLD
     for k, turn in enumerate(sample["turns"], 1):
         advantage = turn.get("advantage")
-        measured = "".join(f"   {name} {value}" for name, value in (turn.get("info") or {}).items())
-        words = "of the trunk" if k <= sample.get("forked", 0) else credit_in_words(advantage)
-        yield "  ", f"turn {k}   {turn['tokens']} tokens   {words}{measured}", ""
+        info = "".join(f"   {name} {value}" for name, value in (turn.get("info") or {}).items())
+        words = "from the trunk" if k <= sample.get("forked", 0) else credit_in_words(advantage)
+        yield "  ", f"turn {k}   {turn['tokens']} tokens   {words}{info}", ""
         yield "    ", tokens(turn["text"], turn["tokens"], tokenizer).strip(), colour_of(advantage)
         if turn["tool_status"]:
-            what = f"{turn['tool']}({turn['tool_input']!r})" if turn["tool"] else "no action"
-            yield "    ", f"{what}: {turn['tool_status']}, {turn['observation_tokens']} tokens", DIM
+            call = f"{turn['tool']}({turn['tool_input']!r})" if turn["tool"] else "no action"
+            yield "    ", f"{call}: {turn['tool_status']}, {turn['observation_tokens']} tokens", DIM
             yield "    > ", turn["tool_output"].strip(), DIM
     f1 = f"   F1 {sample['info']['f1']:.2f}" if "f1" in sample["info"] else ""
     yield "  ", f"answer: {sample['answer']}   outcome {sample['outcome']:g}{f1}   stop: {sample['stop']}", BOLD
 
 
-def describe(sample, tokenizer=None, colour=False, width=None):
-    """A line of samples.jsonl as text, turn by turn; with a tokenizer a bar stands between the sampled tokens."""
+def describe(sample: dict, tokenizer=None, colour: bool = False, width: int | None = None) -> str:
+    """Return a sample as text, turn by turn; with a tokenizer there is a bar between the sampled tokens."""
     out = []
     for indent, text, code in rows(sample, tokenizer):
         for line in visible(text).split("\n"):
@@ -194,8 +195,8 @@ def describe(sample, tokenizer=None, colour=False, width=None):
     return "\n".join(out)
 
 
-def terminal():
-    """How `describe` writes here: wrapped on a terminal and only there; in colour unless NO_COLOR is set."""
+def terminal() -> dict:
+    """Return the arguments of describe() for stdout: wrapped on a terminal only, in colour there unless NO_COLOR is set."""
     if not sys.stdout.isatty():
         return {}
     return {"colour": not os.environ.get("NO_COLOR"), "width": shutil.get_terminal_size().columns}
@@ -204,7 +205,7 @@ def terminal():
 # ---- at the end of a run
 
 
-def summary(folder, tokenizer):
+def summary(folder: str | Path, tokenizer) -> None:
     """Print the table, the path of the curve, and the tutorial trajectory with its tokens (rank 0)."""
     folder = Path(folder)
     metrics = list(stream(folder / "metrics.jsonl"))
@@ -212,7 +213,7 @@ def summary(folder, tokenizer):
     first, last = evals[0], evals[-1]
     print(f"\nHeld-out questions, greedy        before   after step {last['step']}")
     for name, key in TABLE:
-        if first[key] is not None:  # there is no F1 in mathematics
+        if first[key] is not None:  # math tasks have no F1
             print(f"  {name:<30}{first[key]:8.3f}{last[key]:8.3f}")
     print(f"\nLearning curve: {curve(metrics, folder / 'curve.png')}")
     chosen = tutorial(stream(folder / "samples.jsonl"))
@@ -220,12 +221,12 @@ def summary(folder, tokenizer):
         print(f"\nOne trajectory of step {chosen['step']}:")
         print(describe(chosen, tokenizer, **terminal()))
     print(f"\nMetrics, samples and adapter: {folder}/")
-    print(f"More of it: python -m view show {folder} --worst; as a page: python -m view report {folder}")
+    print(f"More trajectories: python -m view show {folder} --worst; as a page: python -m view report {folder}")
     sys.stdout.flush()
 
 
-def curve(metrics, path):
-    """Draw held-out exact match and training reward over steps. Returns the path of the PNG."""
+def curve(metrics: list[dict], path: Path) -> Path:
+    """Draw held-out exact match and training reward over steps as a PNG. Returns its path."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -250,8 +251,10 @@ def curve(metrics, path):
 # ---- afterwards
 
 
-def show(folder, step=None, kind=None, which=None, count=3):
-    """Print trajectories of one step. Raises SystemExit where there are none to print."""
+def show(
+    folder: str | Path, step: int | None = None, kind: str | None = None, which: str | None = None, count: int = 3
+) -> None:
+    """Print trajectories of one step. Raises SystemExit if there are none."""
     path = Path(folder) / "samples.jsonl"
     if not path.is_file():
         raise SystemExit(f"{folder}: not a run directory, or nothing has been sampled yet: it has no samples.jsonl.")
@@ -259,7 +262,7 @@ def show(folder, step=None, kind=None, which=None, count=3):
     kinds = list(dict.fromkeys(k for _, k in blocks))
     kind = kind or ("train" if "train" in kinds else next(iter(kinds), None))
     if kind not in kinds:
-        raise SystemExit(f"{folder}: no samples of kind {kind}; there are: {', '.join(kinds) or 'none at all'}.")
+        raise SystemExit(f"{folder}: no samples of kind {kind}; there are: {', '.join(kinds) or 'none'}.")
     steps = sorted(s for s, k in blocks if k == kind)
     step = steps[-1] if step is None else step
     if step not in steps:
@@ -275,8 +278,8 @@ def show(folder, step=None, kind=None, which=None, count=3):
         print(describe(sample, **terminal()))
 
 
-def in_words(steps):
-    """Sorted step numbers, as short as can be."""
+def in_words(steps: list[int]) -> str:
+    """Return a short text for sorted step numbers."""
     if len(steps) == 1:
         return f"{steps[0]} only"
     whole = len(steps) == steps[-1] - steps[0] + 1

@@ -1,14 +1,15 @@
-"""Tables of benchmarks: what eval.py prints and writes."""
+"""Tables of benchmark results, which eval.py prints and writes."""
 
 import json
+from pathlib import Path
 
 from common import run
 
 LABELS = {"em": "exact match", "f1": "F1", "tokens": "sampled tokens"}
 
 
-def table(summaries):
-    """The summaries of compare() as Markdown, one column each; an ending that never occurs has no row."""
+def table(summaries: dict[str, dict]) -> str:
+    """Return the summaries of tasks.stats.compare() as Markdown, one column each. A stop reason that never occurs has no row."""
     lines = [f"| | {' | '.join(summaries)} |", "|---" * (1 + len(summaries)) + "|"]
     for key in next(iter(summaries.values())):
         row = [summary[key] for summary in summaries.values()]
@@ -18,26 +19,26 @@ def table(summaries):
     return "\n".join(lines) + "\n"
 
 
-def write(folder, result, lines):
+def write(folder: Path, result: dict, lines: list[dict]) -> str:
     """Write eval.json (the result), eval.md (its table) and samples.jsonl (the lines) of one benchmark. Returns the table as text."""
     args = result["args"]
-    what = (
+    title = (
         f"{args['model']} {args['adapter']}".strip()
         + f": {len(result['questions'])} questions ({args['split']}) of {args['task']}"
     )
-    text = f"{what}, greedy, with 95 % intervals over questions\n\n{table(result['figures'])}"
+    text = f"{title}, greedy, with 95 % intervals over questions\n\n{table(result['figures'])}"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "samples.jsonl").unlink(missing_ok=True)  # of an attempt that did not come to its end
+    (folder / "samples.jsonl").unlink(missing_ok=True)  # left by an interrupted attempt
     run.append(folder / "samples.jsonl", [json.dumps(line, ensure_ascii=False) for line in lines])
     (folder / "eval.md").write_text(text)
-    run.write_json(folder / "eval.json", result)  # last: where it is, the benchmark is finished
+    run.write_json(folder / "eval.json", result)  # last: it marks the benchmark as finished
     return text
 
 
-def overview(folder, folders):
-    """One table of several finished benchmarks, as Markdown, also written to benchmarks.md: a row each, and their unweighted mean.
+def overview(folder: Path, folders: dict[str, Path]) -> str:
+    """Write benchmarks.md: a table with a row per finished benchmark, and their unweighted mean. Returns its text.
 
-    folders: {name: folder of its results}
+    folders: {benchmark: folder of its results}
     """
     figures = {name: json.loads((folder / "eval.json").read_text())["figures"] for name, folder in folders.items()}
     systems = list(next(iter(figures.values())))

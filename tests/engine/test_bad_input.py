@@ -1,4 +1,4 @@
-"""Whatever is wrong is said at the start, in one line with a way out, and the exit code is not zero."""
+"""Bad input is refused at the start, in one line that says what to do next, with an exit code other than 0."""
 
 import json
 import socket
@@ -16,7 +16,7 @@ DOCUMENT = {"id": "1", "title": "Oakford", "text": "a town by the river"}
 
 
 def start(words, script=train_grpo):
-    """What a script does before it trains, without process group and engine."""
+    """Do what a script does before training, without process group and engine."""
     args = parse_args(script.Args, words)
     tasks.load(args)
     if wrong := run.claim(args, run.directory(args)):
@@ -26,7 +26,7 @@ def start(words, script=train_grpo):
 
 @pytest.fixture
 def folder(tmp_path, qwen, monkeypatch):
-    """A folder with good and bad files, and the current directory."""
+    """Make a folder of good and bad files the current directory. Returns the words for TABLE's placeholders."""
 
     def write(name, *lines):
         text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
@@ -125,15 +125,15 @@ def test_an_adapter_of_other_shapes_does_not_fit(folder, tmp_path, make_args):
     small = made.random_qwen(tmp_path / "base", hidden_size=64, num_attention_heads=2)
     policy.Policy(make_args(model=small)).save_adapter(tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    config["base_model_name_or_path"] = folder["qwen"]  # it lies about its base
+    config["base_model_name_or_path"] = folder["qwen"]  # a false base: only the shapes can tell
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(SystemExit, match="does not fit this base .*size mismatch"):
         policy.Policy(make_args(adapter=str(tmp_path / "adapter")))
 
 
 @pytest.mark.parametrize("words", ["--task tiny_search --group 1", "--model gtp-5 --task tiny_search"])
-def test_a_refusal_leaves_with_1_and_without_a_traceback(words, tmp_path):
-    """The whole command: before torch is loaded, and after."""
+def test_a_refusal_exits_with_1_and_without_a_traceback(words, tmp_path):
+    """Run the whole command: one refusal comes before torch is loaded, one after."""
     done = commands.command("train_grpo.py", *words.split(), "--out", tmp_path / "out", check=False)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert [line for line in done.stderr.splitlines() if line.startswith("--")] == done.stderr.splitlines()[-1:]

@@ -1,4 +1,4 @@
-"""Lists of benchmarks: what --task names, what each gets, and the table over all of them."""
+"""Lists of benchmarks: the names in --task, the arguments of each benchmark, and the table over all of them."""
 
 import json
 
@@ -13,7 +13,7 @@ from tasks import benchmarks, hub
 from view import tables
 
 
-def test_a_list_is_names_files_and_suites_each_once():
+def test_a_list_takes_names_files_and_suites_each_once():
     assert benchmarks.names("gsm8k") == ["gsm8k"]
     assert benchmarks.names(" gsm8k, a/b.jsonl ,gsm8k,") == ["gsm8k", "a/b.jsonl"]
     assert (
@@ -32,13 +32,13 @@ def test_no_suite_has_the_name_of_a_data_set():
     assert benchmarks.names("gsm8k,math") == ["gsm8k", "math"]
 
 
-def test_one_benchmark_lies_in_the_run_directory_and_several_below_it(tmp_path):
+def test_one_benchmark_uses_the_run_directory_and_several_use_folders_below_it(tmp_path):
     one, two = {"gsm8k": 0}, {"gsm8k": 0, "x/q.jsonl": 0}
     assert benchmarks.folder_of(tmp_path, one, "gsm8k") == tmp_path
     assert benchmarks.folder_of(tmp_path, two, "x/q.jsonl") == tmp_path / "x-q"
 
 
-def test_the_decoding_of_a_paper_stands_behind_what_is_given():
+def test_given_flags_override_the_decoding_of_a_paper():
     args = evaluation.parse(["--model", "tiny", "--decoding", "rtpo", "--temperature", "0.8"])
     assert (args.samples, args.temperature, args.top_p) == (4, 0.8, 0.95)
     args = evaluation.parse(["--model", "tiny"])
@@ -49,7 +49,7 @@ def test_the_decoding_of_a_paper_stands_behind_what_is_given():
 
 @pytest.fixture
 def questions(tmp_path):
-    """A file of problems, and one of questions with a corpus."""
+    """Write a file of problems and a corpus. Returns their folder."""
     lines = [json.dumps({"question": f"What is {i} + 1?", "answers": [str(i + 1)]}) for i in range(8)]
     (tmp_path / "sums.jsonl").write_text("\n".join(lines))
     lines = [json.dumps({"id": str(i), "title": f"Town {i}", "text": f"Its mayor is Ada {i}."}) for i in range(8)]
@@ -62,7 +62,7 @@ def args_for(qwen, task, *words):
     return evaluation.parse(["--model", qwen, "--task", str(task), *small.split(), *words])
 
 
-def test_a_list_is_named_by_all_its_entries_within_bounds():
+def test_the_short_name_of_a_list_has_its_entries_and_a_limited_length():
     assert benchmarks.short("hotpotqa") == "hotpotqa" and benchmarks.short("out/test.jsonl") == "test"
     assert benchmarks.short("hotpotqa, sub/test.jsonl,") == "hotpotqa-test"
     long = ",".join(hub.SOURCES)
@@ -70,7 +70,7 @@ def test_a_list_is_named_by_all_its_entries_within_bounds():
     assert benchmarks.short(long) != benchmarks.short(f"{long},tiny_search")
 
 
-def test_a_given_place_to_search_in_stands_for_that_of_every_benchmark_that_searches(qwen, questions, monkeypatch):
+def test_a_given_corpus_replaces_that_of_every_benchmark_that_searches(qwen, questions, monkeypatch):
     monkeypatch.setenv("TURNWISE_DATA", str(questions / "hub"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", questions / "cache")
     hub_rows.write(questions / "hub", "hotpotqa")
@@ -90,7 +90,7 @@ def test_a_given_place_to_search_in_stands_for_that_of_every_benchmark_that_sear
             assert (used["task"], used["corpus"]) == (name, given if size[name] else "")
 
 
-def test_what_is_searched_in_does_not_concern_benchmarks_that_compute(qwen, questions):
+def test_a_corpus_does_not_concern_benchmarks_that_compute(qwen, questions):
     corpus = str(questions / "corpus.jsonl")
     found = benchmarks.load(args_for(qwen, "tiny_search,tiny_math", "--corpus", corpus, "--limit", "3"))
     assert {name: (task.tool.name, len(some)) for name, (task, some) in found.items()} == {
@@ -103,7 +103,7 @@ def test_what_is_searched_in_does_not_concern_benchmarks_that_compute(qwen, ques
         benchmarks.load(args_for(qwen, ","))
 
 
-def test_without_tools_a_task_has_none_and_needs_nothing_to_search_in(qwen, questions):
+def test_without_tools_a_task_has_no_tool_and_needs_no_corpus(qwen, questions):
     (questions / "q.jsonl").write_text((questions / "sums.jsonl").read_text())
     ((task, _),) = benchmarks.load(args_for(qwen, questions / "q.jsonl", "--tools", "off", "--split", "all")).values()
     assert task.tool is None and len(task.test) == 8
@@ -138,7 +138,7 @@ def test_the_overview_has_a_row_for_each_benchmark_and_their_plain_mean(qwen, tm
     assert tables.LABELS["em"] == "exact match"
 
 
-def test_a_benchmark_is_written_again_without_what_an_attempt_left(tmp_path):
+def test_writing_a_benchmark_removes_the_files_of_an_earlier_attempt(tmp_path):
     args, some = evaluation.parse(["--model", "tiny"]), [Question("0", "q", ["a"])]
     (tmp_path / "samples.jsonl").write_text('{"of": "an attempt"}\n')
     tables.write(tmp_path, args, "gsm8k", some, {"base": figures(1)})
@@ -147,7 +147,7 @@ def test_a_benchmark_is_written_again_without_what_an_attempt_left(tmp_path):
     assert whole["args"]["task"] == "gsm8k" and whole["figures"]["base"]["em"]["mean"] == 1
 
 
-def test_finished_benchmarks_are_kept_and_gone_on_with(tmp_path):
+def test_finished_benchmarks_are_kept_and_can_be_resumed(tmp_path):
     args, some = evaluation.parse(["--model", "tiny", "--out", str(tmp_path / "run")]), [Question("0", "q", ["a"])]
     assert run.saved_progress(tmp_path / "run") is None
     tables.write(tmp_path / "run" / "gsm8k", args, "gsm8k", some, {"base": figures(1)})

@@ -1,4 +1,4 @@
-"""Checkpoints: whole at any instant, and a run that was killed goes on bit for bit."""
+"""Checkpoints: complete at any instant, and a killed run resumes bit for bit."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ from common.log import Log
 
 
 class Policy:
-    """A matrix that is trained, saved as an adapter is."""
+    """A trained vector that is saved as an adapter."""
 
     def __init__(self):
         self.weight = torch.nn.Parameter(torch.zeros(3))
@@ -49,7 +49,7 @@ def make(folder, resume=False, **changes):
     args = train_grpo.Args(out=str(folder), resume=resume, **({"steps": 100, "save_every": 1} | changes))
     last = run.last_checkpoint(folder) if resume else None
     policy, task, log = Policy(), SimpleNamespace(position=0, fingerprint=None), Log(args, last)
-    if resume:  # as the real one does
+    if resume:  # the real Policy loads its adapter too
         weights = json.loads((last / "adapter" / "adapter_model.safetensors").read_text())
         policy.weight.data = torch.tensor(weights)
     saver = checkpoint.Saver(args, policy, task, log, last)
@@ -80,7 +80,7 @@ def no_endings(monkeypatch):
     random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
 
 
-def test_a_resumed_run_has_the_state_of_the_one_that_went_on(tmp_path):
+def test_a_resumed_run_has_the_state_of_an_uninterrupted_one(tmp_path):
     straight = make(tmp_path / "a")
     steps(straight, 0, 5)
     drawn = random.random(), numpy.random.rand(), torch.rand(1)
@@ -120,21 +120,21 @@ def test_a_checkpoint_is_written_when_due_when_better_and_at_both_ends(tmp_path)
     assert kept(tmp_path) == ["step-0", "step-2", "step-4", "step-6", "step-8", "step-10"]
 
 
-def test_what_was_finished_since_the_last_checkpoint_is_saved_when_the_run_ends(tmp_path, monkeypatch):
+def test_the_last_finished_step_is_saved_when_the_run_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train_grpo.py", "--model", "tiny"])
     made = make(tmp_path, save_every=50, steps=10)
     assert "start it again as before" in made.saver.rescue()
     steps(made, 0, 7)
     weight = made.policy.weight.tolist()
-    made.policy.train()  # step 8 is under way and dropped
-    said = made.saver.rescue()
+    made.policy.train()  # step 8 is unfinished and dropped
+    message = made.saver.rescue()
     assert kept(tmp_path) == ["step-7"] and adapter(tmp_path) == weight
     assert said.startswith("Step 7 is saved in ") and said.endswith(" train_grpo.py --model tiny --resume")
     steps(made, 8, 10)
-    assert made.saver.rescue() is None  # complete
+    assert made.saver.rescue() is None  # the run is complete
 
 
-def test_a_run_that_ends_while_a_better_step_is_being_remembered_keeps_the_best(tmp_path, monkeypatch):
+def test_a_run_that_ends_while_saving_a_better_step_keeps_the_best(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "notice", lambda text: None)
     made = make(tmp_path / "run", save_every=50)
     steps(made, 0, 1, scores=[0.1, 0.5])
@@ -152,7 +152,7 @@ def test_a_run_that_ends_while_a_better_step_is_being_remembered_keeps_the_best(
     assert make(tmp_path / "run", resume=True).saver.best == (0.5, 1)
 
 
-def test_a_directory_that_was_copied_with_its_links_followed_goes_on(tmp_path):
+def test_a_directory_copied_with_its_links_followed_resumes(tmp_path):
     steps(make(tmp_path / "a"), 0, 2)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     assert not (tmp_path / "b" / "adapter").is_symlink()
@@ -173,7 +173,7 @@ class Killed(BaseException):
 
 
 def test_a_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path, monkeypatch):
-    """Step 5 is being written over step 4 when the process dies at the n-th file operation, for every n."""
+    """Kill the process at the n-th file operation while step 5 replaces step 4, for every n."""
     template = tmp_path / "template"
     made = make(template)
     steps(made, 0, 4)
@@ -210,7 +210,7 @@ def test_a_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path, monkeypatch):
         state = torch.load(last / "state.pt", weights_only=True)
         saved = json.loads((last / "adapter" / "adapter_model.safetensors").read_text())
         assert (state["step"], saved) in ((4, before), (5, after))
-        again = make(folder, resume=True)  # which also mends the links
+        again = make(folder, resume=True)  # also repairs the links
         assert again.saver.done == state["step"] and adapter(folder) == saved
         assert [line["step"] for line in commands.read_lines(folder / "metrics.jsonl")] == list(
             range(state["step"] + 1)
@@ -265,7 +265,7 @@ def words():
 
 
 def stopped_in_step_4(words, out, number, ranks=1):
-    """Start a run, send it a signal in the middle of step 4, and wait for its end. Returns (exit code, stderr, seconds it took to end)."""
+    """Start a run, send it a signal in the middle of step 4, and wait. Returns (exit code, output, seconds until it ended)."""
     launch, environment = commands.launcher(ranks)
     log = open(f"{out}.err", "w+")
     started = subprocess.Popen(
@@ -283,9 +283,7 @@ def stopped_in_step_4(words, out, number, ranks=1):
     time.sleep(0.1)
     assert started.poll() is None, Path(log.name).read_text()[-3000:]
     at = time.monotonic()
-    if (
-        number == signal.SIGKILL and ranks > 1
-    ):  # the workers have sessions of their own; they notice that torchrun is gone
+    if number == signal.SIGKILL and ranks > 1:  # the workers have separate sessions and notice that torchrun is gone
         os.kill(started.pid, number)
     else:
         os.killpg(started.pid, number)
@@ -302,7 +300,7 @@ def adapter_bytes(out):
 
 
 def same(a, b):
-    """Whether two runs sampled, measured and learned the same, bit for bit."""
+    """Assert that two runs sampled, measured and learned the same, bit for bit."""
     for name in ("samples.jsonl", "metrics.jsonl"):
         left, right = (commands.read_lines(Path(out) / name) for out in (a, b))
         for line in left + right:
@@ -320,7 +318,7 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("script, ranks", [("train_grpo.py", 2), ("train_rtpo.py", 1)])
-def test_a_run_killed_in_the_middle_of_step_4_goes_on_bit_for_bit(words, tmp_path, script, ranks):
+def test_a_run_killed_in_the_middle_of_step_4_resumes_bit_for_bit(words, tmp_path, script, ranks):
     words = [script, *words[1:]]
     straight, killed = str(tmp_path / "straight"), str(tmp_path / "killed")
     commands.command(*words, "--out", straight, ranks=ranks)
@@ -333,7 +331,7 @@ def test_a_run_killed_in_the_middle_of_step_4_goes_on_bit_for_bit(words, tmp_pat
     same(straight, killed)
 
 
-def test_sigterm_drops_the_step_saves_the_last_one_and_says_how_to_go_on(words, tmp_path):
+def test_sigterm_drops_the_step_saves_the_last_one_and_prints_how_to_resume(words, tmp_path):
     out = str(tmp_path / "run")
     words = [*words, "--save_every", "50", "--eval_every", "0"]
     left = set(os.listdir("/dev/shm"))

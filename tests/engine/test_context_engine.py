@@ -1,4 +1,4 @@
-"""The contexts of --context with the real engine: what is trained is what was sampled."""
+"""The contexts of --context with the real engine: training uses the sampled contexts."""
 
 import pytest
 import scripted_engine
@@ -12,11 +12,11 @@ from common.turns import Question
 from tasks import search_qa
 from tools.search import Search
 
-SECRET = "zzz"  # what is only thought
+SECRET = "zzz"  # occurs in thinking only
 
 
 class Restless(search_qa.SearchQA):
-    """Whatever is said is a search, and what lies between an `a` and an `e` of it is taken for thinking."""
+    """A task in which every completion is a search, and text between an `a` and an `e` counts as thinking."""
 
     def decode(self, ids):
         return super().decode(ids).replace("a", "<think>").replace("e", "</think>")
@@ -27,7 +27,7 @@ class Restless(search_qa.SearchQA):
 
 @pytest.fixture(scope="module")
 def engine(qwen, tmp_path_factory):
-    """(policy with a large random adapter, engine)."""
+    """Return (policy with a large random adapter, engine, args)."""
     args = train_grpo.Args(
         model=qwen,
         out=str(tmp_path_factory.mktemp("engine") / "out"),
@@ -63,4 +63,4 @@ def test_engine_and_trainer_agree_on_contexts_that_do_not_grow(engine, context, 
     assert (ratio - 1).abs().max() < 1e-4
     assert int(batch.mask.sum()) == sum(len(turn.action_ids) for t in trajectories for turn in t.turns) > 300
     more = len(batch.segments) - len(trajectories)
-    assert more == 0 if context == "full" else more > len(trajectories) / 2  # rows beyond one a trajectory
+    assert more == 0 if context == "full" else more > len(trajectories) / 2  # rows beyond one per trajectory

@@ -1,4 +1,4 @@
-"""The real vLLM engine on a small random model: engine and trainer agree, and the schedule cannot change a sample."""
+"""The real vLLM engine with a small random model: engine and trainer agree, and the schedule cannot change a sample."""
 
 import random
 import time
@@ -16,7 +16,7 @@ from common.turns import Question
 
 
 class Echo(Environment):
-    """Every generation calls a tool that answers with words drawn from its input, after a random wait. Generations end at an `e`."""
+    """A task in which every generation ends at an `e` and calls a tool, which quotes its input after a random wait."""
 
     def __init__(self, tokenizer, longest_wait=0.0, prompt_tokens=90):
         super().__init__(tokenizer, Limits(turns=4, turn_tokens=24, stop=["e"], stop_ids=[tokenizer.eos_token_id]))
@@ -40,7 +40,7 @@ class Echo(Environment):
 
 @pytest.fixture(scope="module")
 def made(qwen, tmp_path_factory):
-    """(policy, engine, what torch, numpy and random drew after the engine was made)."""
+    """Return (policy, engine, whether torch, numpy and random drew the same numbers with and without a new engine)."""
     import numpy
 
     out = str(tmp_path_factory.mktemp("engine") / "out")
@@ -72,7 +72,7 @@ def questions(n):
 
 
 def enlarge(policy, seed):
-    """Make the adapter large and random, another one for each seed."""
+    """Make the adapter large and random, different for each seed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in policy.parameters:
@@ -105,7 +105,7 @@ def test_self_test_stops_when_the_adapter_is_not_applied(made, monkeypatch):
         engine.self_test(policy)
 
 
-def test_self_test_stops_when_engine_and_trainer_compute_another_model(made, monkeypatch):
+def test_self_test_stops_when_engine_and_trainer_compute_different_models(made, monkeypatch):
     policy, engine, _ = made
     norm = policy.model.get_base_model().model.norm.weight
     kept = norm.detach().clone()
@@ -134,11 +134,11 @@ def test_engine_and_trainer_agree_over_versions_with_a_large_adapter_and_prefix_
         gap = (policy.logps(batch, grad=False) - batch.sampler)[batch.mask].abs()
         assert float(gap.mean()) < 2e-5 and float(gap.max()) < 1e-4
         base = (policy.logps(batch, adapter=False, grad=False) - batch.sampler)[batch.mask].abs()
-        assert float(base.mean()) > 0.05  # the adapter is far from nothing
+        assert float(base.mean()) > 0.05  # the adapter matters
         seen.append(ids(groups))
     engine.args.temperature = policy.temperature = 1.0
     assert seen[0] != seen[1] != seen[2]
-    assert max(cached) >= 64  # prompts of 90 tokens are shared by samples and turns, in blocks of 32
+    assert max(cached) >= 64  # samples and turns share prompts of 90 tokens, in blocks of 32
 
 
 def test_tool_latency_cannot_change_a_sample(made):
@@ -148,7 +148,7 @@ def test_tool_latency_cannot_change_a_sample(made):
         engine.begin(3)
         runs.append(engine.rollout(Echo(policy.tokenizer, wait), questions(6), 4))
     assert ids(runs[0]) == ids(runs[1]) == ids(runs[2])
-    assert len({str(a) for g in ids(runs[0]) for a in g}) == 24  # and no two samples are alike
+    assert len({str(a) for g in ids(runs[0]) for a in g}) == 24  # no two samples are alike
     assert sum(len(t.turns) for g in runs[0] for t in g.trajectories) > 60
 
 
@@ -167,11 +167,11 @@ def test_one_at_a_time_gives_the_same_ids(made):
         alone.append(group)
     assert ids(alone) == ids(together)
     worst = (packed(alone).sampler - packed(together).sampler).abs().max()
-    assert float(worst) < 1e-4  # other batch sizes, other kernels: the ids are the same, the last digits are not
+    assert float(worst) < 1e-4  # other batch sizes use other kernels: the ids are the same, the last digits are not
 
 
 def test_a_queue_that_overfills_prefill_changes_nothing(made):
-    """60 prompts of 400 tokens wait for steps of 8,192 tokens."""
+    """Queue 60 prompts of 400 tokens for steps of 8,192 tokens."""
     policy, engine, _ = made
     long = lambda: Echo(policy.tokenizer, prompt_tokens=400)  # noqa: E731
     engine.begin(5)
@@ -203,13 +203,13 @@ def test_a_context_that_fills_up_ends_with_stop_context(made):
     assert [(t.stop, len(t.turns)) for t in groups[0].trajectories] == [("context", 0)] * 2
 
 
-def test_the_engine_reads_text_with_the_trainer_s_tokenizer(made):
+def test_the_engine_has_the_trainer_s_tokenizer(made):
     policy, engine, _ = made
     assert engine.llm.get_tokenizer().get_vocab() == policy.tokenizer.get_vocab()
 
 
 def test_vllm_s_own_lora_operator_and_ours_give_the_same_log_probabilities(made):
-    """Ours is installed; the original lies in the module it was taken from."""
+    """Compare our operator, which is installed in punica_cpu, with the original in lora_ops."""
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 

@@ -1,4 +1,4 @@
-"""Forking with the real engine: RTPO's siblings continue the very trunk."""
+"""Forking with the real engine: RTPO's siblings continue the exact context of their trunk."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from common.turns import Question
 
 
 class Game(Environment):
-    """Every generation but every third calls a tool; the outcome is drawn from what was said."""
+    """A task in which a text length divisible by 3 ends the episode and other texts call a tool. The ids decide the outcome."""
 
     def __init__(self, tokenizer, strip):
         super().__init__(tokenizer, Limits(turns=4, turn_tokens=12, stop=["e"], stop_ids=[tokenizer.eos_token_id]))
@@ -40,8 +40,8 @@ class Game(Environment):
 
 
 @pytest.mark.parametrize("strip", [0, 2])
-def test_siblings_continue_the_very_trunk_with_the_newest_policy(make_args, tmp_path, strip):
-    """strip: how many ids of each earlier turn the model does not see again."""
+def test_siblings_continue_their_trunk_with_the_newest_policy(make_args, tmp_path, strip):
+    """Strip that many ids of each earlier turn from later contexts."""
     from common import ranks, run
     from common.policy import Policy
     from common.rollout import Engine
@@ -71,7 +71,7 @@ def test_siblings_continue_the_very_trunk_with_the_newest_policy(make_args, tmp_
         batch = pack(groups, advantages)
         assert len(batch.segments) == sum(len(g.trajectories) for g in groups if "turn" in g.info)
         gap = (policy.logps(batch, grad=False) - batch.sampler)[batch.mask]
-        assert float(gap.abs().max()) < 1e-4  # the newest policy said every trained token, in this very context
+        assert float(gap.abs().max()) < 1e-4  # the newest policy sampled every trained token in exactly this context
         batch.weight = train_rtpo.token_weights(batch, ranks.total, args)
         loss, _ = train_rtpo.policy_loss(policy.logps(batch), batch, args)
         loss.backward()

@@ -1,4 +1,4 @@
-"""Runs of the embedded mathematics task."""
+"""A run of the embedded mathematics task."""
 
 import commands
 

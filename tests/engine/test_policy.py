@@ -1,8 +1,9 @@
-"""The policy: log-probabilities, gradients and steps equal what plain code computes."""
+"""The policy: log-probabilities, gradients and steps equal those of plain code."""
 
 import random
 from types import SimpleNamespace
 
+import compare
 import pytest
 import random_groups
 import torch
@@ -17,7 +18,7 @@ from common.policy import Policy
 
 @pytest.fixture
 def made(make_args):
-    """A policy whose adapter is far from zero, and a batch."""
+    """Return a policy whose adapter is far from zero, and a batch."""
     torch.manual_seed(0)
     policy = Policy(make_args())
     enlarge(policy)
@@ -32,13 +33,13 @@ def enlarge(policy, scale=0.05):
 
 
 def test_enlarging_reaches_parameters_on_a_gpu():
-    """tests/gpu makes its policies so. Fake tensors refuse what a GPU would, and need none."""
+    """Use fake tensors, which fail where a GPU's tensors would and need no GPU. tests/gpu calls enlarge."""
     with FakeTensorMode():
         enlarge(SimpleNamespace(parameters=[torch.zeros(2, 2, device="cuda"), torch.zeros(2, dtype=torch.bfloat16)]))
 
 
 def plain_logps(model, ids, temperature=1.0):
-    """log p(ids[t] | ids[:t]) by a plain forward pass of one row with its own attention; 0 at t = 0."""
+    """Return log p(ids[t] | ids[:t]) from a plain forward pass of one row; 0 at t = 0."""
     logits = model(input_ids=torch.tensor([ids]), segments=[(0, len(ids), [])]).logits[0].float() / temperature
     logps = logits[:-1].log_softmax(-1).gather(-1, torch.tensor(ids)[1:, None])[:, 0]
     return torch.cat([torch.zeros(1), logps])
@@ -70,7 +71,7 @@ def test_logps_equal_a_plain_forward_of_each_row(made):
 
 
 def test_our_attention_equals_the_models_own(made, qwen):
-    """The plain forward above uses the segment attention too: hold it against transformers' own once."""
+    """Compare with transformers' own attention, because plain_logps uses the segment attention too."""
     from transformers import AutoModelForCausalLM
 
     policy, batch = made
@@ -119,7 +120,7 @@ def test_gradient_with_checkpointing_is_the_same(made, make_args):
 
 
 def test_chunked_head_equals_the_full_matrix_in_value_gradient_and_moments():
-    """150 tokens over 2**18 words are three chunks of 64; the reference is the full matrix in float64."""
+    """Compare three chunks of 64 (150 tokens over 2**18 words) with the full matrix in float64."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(150, 8, requires_grad=True), torch.randn(2**18, 8) / 2
     ids, adv = torch.randint(0, 2**18, (150,)), torch.randn(150)
@@ -130,13 +131,13 @@ def test_chunked_head_equals_the_full_matrix_in_value_gradient_and_moments():
         values, entropy, squares = token_logps(hidden, weight, ids, temperature, moments=["entropy", "squares"])
         (ours,) = torch.autograd.grad((values * adv).sum(), hidden)
         assert torch.allclose(values.double(), plain, atol=5e-5)
-        assert close(ours, slope, 1e-3)  # float32 sums over 2**18 words; autograd's own float32 is no nearer
+        assert close(ours, slope, 1e-3)  # float32 sums over 2**18 words; autograd in float32 is no closer
         assert torch.allclose(entropy.double(), -(log_p.exp() * log_p).sum(-1), atol=2e-4)
         assert torch.allclose(squares.double(), log_p.exp().square().sum(-1), rtol=1e-3)
         assert torch.equal(token_logps(hidden, weight, ids, temperature)[0], values)
 
 
-def test_every_lora_matrix_learns_and_what_is_outside_the_mask_does_not_count(made, make_args):
+def test_every_lora_matrix_learns_and_tokens_outside_the_mask_do_not_count(made, make_args):
     policy, batch = made
     gradient(policy, batch, make_args(), 10**6)
     assert all(float(p.grad.abs().max()) > 0 for p in policy.parameters)
@@ -146,7 +147,7 @@ def test_every_lora_matrix_learns_and_what_is_outside_the_mask_does_not_count(ma
     assert float(policy.gradient().abs().max()) == 0
 
 
-def test_positions_ask_for_other_tokens(made):
+def test_positions_select_the_tokens(made):
     policy, batch = made
     wanted = batch.position > 0
     everything = policy.logps(batch, wanted, grad=False)
@@ -183,10 +184,10 @@ def test_a_gradient_that_is_not_finite_skips_the_step(made, make_args, bad):
     assert not torch.equal(before[0], policy.parameters[0])
 
 
-def test_a_batch_without_trained_tokens_takes_part_with_zeros_and_momentum_alone_moves_nothing(made, make_args):
+def test_a_batch_without_trained_tokens_has_zero_gradients_and_makes_no_update(made, make_args):
     policy, batch = made
     gradient(policy, batch, make_args(), 10**6)
-    assert policy.step()["grad_norm"] > 0  # the optimizer has momentum now
+    assert policy.step()["grad_norm"] > 0  # from here on the optimizer has momentum
     before = [p.detach().clone() for p in policy.parameters]
     assert float(gradient(policy, pack([], []), make_args(), 100).abs().sum()) == 0
     assert policy.step() == {"grad_norm": 0, "lr": policy.lr, "skipped": 0, "updates": 0}
@@ -214,7 +215,7 @@ def test_adamw_8bit_and_a_4bit_base_train_on_a_cpu(make_args):
             assert policy.step()["skipped"] == 0
         moved = policy.logps(batch, grad=False)
         adv = batch.adv[batch.mask]
-        assert float(((moved - start)[batch.mask] * adv).sum()) > 0  # good tokens have become likelier than bad ones
+        assert float(((moved - start)[batch.mask] * adv).sum()) > 0  # log-probabilities follow the advantages
         assert all(p.dtype == torch.float32 for p in policy.parameters)
 
 
@@ -252,7 +253,7 @@ def test_a_context_longer_than_the_model_takes_is_refused(make_args):
         Policy(make_args(max_context=4096))
 
 
-def test_a_window_that_a_model_slides_without_layer_types_is_refused():
+def test_a_sliding_window_without_layer_types_is_refused():
     from transformers import MistralConfig, MistralForCausalLM
 
     small = dict(
@@ -281,7 +282,7 @@ def test_an_adapter_trained_with_dropout_gives_the_same_log_probabilities_twice(
 
 
 def test_measuring_the_kl_changes_no_bit_of_a_run(make_args):
-    """One update with signal and one without, which must not be moved by momentum either."""
+    """Make one update with signal and one without, in which momentum must not move the weights either."""
     groups, advantages = random_groups.groups()
     nothing = [[[0.0] * len(adv_K) for adv_K in adv_GK] for adv_GK in advantages]
     weights, kl = [], None

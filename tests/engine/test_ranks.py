@@ -1,4 +1,4 @@
-"""One rank and two ranks: the same gradient, the same samples, and a rank without work takes part."""
+"""One rank and two ranks: the same gradient and samples, also where a rank has no work."""
 
 import commands
 import pytest
@@ -30,8 +30,8 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(results
 
 @pytest.fixture(scope="module", params=["train_grpo.py --questions 1", "train_rtpo.py --questions 3"])
 def runs(request, tmp_path_factory):
-    """(metrics, samples) of the tiny model on one rank and on two. GRPO: in each step one of two ranks has no question. RTPO: one rank
-    has the boundaries of two questions, the other those of one, and not at every turn."""
+    """Return (metrics, samples) of the tiny model on one rank and on two. GRPO: in each step one of two ranks has no
+    question. RTPO: one rank has the boundaries of two questions, the other those of one, and not at every turn."""
     found = []
     for ranks in (1, 2):
         out = tmp_path_factory.mktemp("run") / f"of{ranks}"

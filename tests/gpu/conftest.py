@@ -1,4 +1,4 @@
-"""For the tests of this folder: --policy_only leaves out what starts vLLM, so that the trainer's half runs alone."""
+"""--policy_only: leave out the tests that start vLLM, so that the trainer's tests run alone."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture
 def gpu():
-    """Skips a test that has nothing to look at without a GPU."""
+    """Skip a test that needs a GPU."""
     import torch
 
     if not torch.cuda.is_available():

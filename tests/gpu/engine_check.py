@@ -1,4 +1,4 @@
-"""Run by test_gpu_engine.py, once for each way to sleep: start the engine, self-test, sleep, wake; one JSON line of what was seen.
+"""Run by test_gpu_engine.py for each sleep mode: start the engine, self-test, sleep, wake. Prints one line of JSON.
 
 python tests/gpu/engine_check.py MODEL OUT --sleep full [more flags of train_grpo.py]
 """
@@ -46,7 +46,7 @@ def main(model, out, *flags):
     for _ in range(3):
         engine.sleep()
         seen["asleep"].append(free())
-        seen["ids"].append(sampled())  # wakes it
+        seen["ids"].append(sampled())  # wakes the engine
         seen["awake"].append(free())
     seen["again"] = engine.self_test(policy)  # the adapter still applies
     seen["total"] = 0 if device.type == "cpu" else torch.cuda.mem_get_info()[1]

@@ -1,6 +1,7 @@
-"""Engine and trainer together on one GPU: self-test in bf16, sleep and wake, a 4-bit base, five steps of TSPO.   A few minutes
+"""Engine and trainer together on one GPU: self-test in bf16, sleep and wake, a 4-bit base, five steps of TSPO.
 
-Without a GPU the same checks run on the CPU in float32, but for what is said to need one. Each engine has a process of its own.
+Takes a few minutes. Without a GPU, the checks that do not need one run on the CPU in float32. Each engine has a
+separate process.
 """
 
 import json
@@ -26,7 +27,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def look(model, tmp_path_factory):
-    """What engine_check.py sees, by its flags; each is run once."""
+    """Return a function from flags to the figures of engine_check.py. Each set of flags runs once."""
     seen = {}
 
     def run(flags):
@@ -41,25 +42,26 @@ def look(model, tmp_path_factory):
 
 
 def test_the_self_test_passes_in_the_type_of_the_machine(look):
-    """bf16 on a GPU, float32 on a CPU; before sleep and after three rounds of sleep and wake."""
+    """Check in bf16 on a GPU and in float32 on a CPU, before sleep and after three rounds of sleep and wake."""
     seen = look("--sleep full")
     limit = 0.02 if CUDA else 1e-4
     assert seen["difference"] < limit and seen["again"] < limit
 
 
 @pytest.mark.parametrize("sleep", ["full", "kv", "none"])
-def test_an_engine_that_slept_samples_what_it_sampled_before(look, sleep):
+def test_sleep_does_not_change_the_samples(look, sleep):
     if not CUDA and sleep != "full":
         pytest.skip("sleep has no effect on a CPU: one mode is enough")
     first, *later = look(f"--sleep {sleep}")["ids"]
     same = [sum(a == b for a, b in zip(first, ids)) / max(len(first), len(ids)) for ids in later]
-    # Greedy. In bf16 a near tie may fall either way from one batch to the next; a base without its adapter changes nearly all.
+    # Greedy. In bf16 a near tie may fall either way from batch to batch; a lost adapter would change nearly all ids.
     assert same == [1.0] * 3 if not CUDA else min(same) >= 0.75
 
 
 @pytest.mark.parametrize("sleep", ["full", "kv", "none"])
 def test_sleep_gives_memory_back_and_waking_takes_no_more_than_before(look, sleep, gpu):
-    """kv frees the pages, nearly all of --gpu_memory with so small a model; full the weights too; none nothing. No growth over rounds."""
+    """Check that kv frees the pages (nearly all of --gpu_memory for so small a model), full the weights too, none
+    nothing, and that memory does not grow over rounds."""
     seen = look(f"--sleep {sleep}")
     freed = [asleep - awake for asleep, awake in zip(seen["asleep"], seen["awake"])]
     if sleep == "none":
@@ -70,7 +72,7 @@ def test_sleep_gives_memory_back_and_waking_takes_no_more_than_before(look, slee
     assert max(seen["asleep"]) - min(seen["asleep"]) < 64 * MIB
 
 
-def test_full_frees_the_weights_beyond_what_kv_frees(look, gpu):
+def test_full_sleep_also_frees_the_weights(look, gpu):
     more = look("--sleep full")["asleep"][0] - look("--sleep kv")["asleep"][0]
     assert more > 0.8 * look("--sleep full")["weights"] - 64 * MIB
 
@@ -82,7 +84,8 @@ def test_a_4bit_base_with_adapter_is_the_same_in_engine_and_trainer(look, gpu):
 
 
 def test_five_steps_of_tspo_on_the_embedded_model(tmp_path):
-    """Engine and trainer stay within 0.01 nats a token of each other (mean of each step), every step is finite, and some update the policy."""
+    """Check that engine and trainer differ by less than 0.01 nats a token (mean of each step), that no step is skipped,
+    and that some step updates the policy."""
     out = tmp_path / "run"
     words = f"--model tiny --steps 5 --questions 8 --group 8 --eval_questions 16 --eval_every 0 --out {out}"
     commands.command("train_tspo.py", *words.split(), env={"OMP_NUM_THREADS": str(os.cpu_count() or 1)})

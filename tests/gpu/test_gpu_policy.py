@@ -1,6 +1,6 @@
-"""The trainer's half on one GPU, without vLLM:  pytest tests/gpu --policy_only    under a minute
+"""The trainer on one GPU, without vLLM:  pytest tests/gpu --policy_only    under a minute
 
-On a machine without a GPU the same tests run on the CPU, but for those that look at the GPU's own memory or kernels.
+Without a GPU the tests run on the CPU, except those of the GPU's memory.
 """
 
 import math
@@ -21,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A random Qwen2 whose head_dim of 64 has a kernel everywhere."""
+    """Return a random Qwen2 whose head_dim of 64 has a kernel everywhere."""
     import small_models
 
     folder = tmp_path_factory.mktemp("model")
@@ -31,7 +31,7 @@ def model(tmp_path_factory):
 
 
 def make(model, scale=0.02, **changes):
-    """A policy whose adapter is not zero."""
+    """Return a policy whose adapter is not zero."""
     options = dict(task="tiny_search", lora_rank=8, lora_alpha=16, max_context=1024, micro_tokens=1024, lr=1e-3)
     torch.manual_seed(0)
     policy = Policy(train_grpo.Args(model=model, **(options | changes)), DEVICE)
@@ -48,7 +48,7 @@ def relative(a, b):
 
 
 def test_float32_packing_and_micro_batches_give_one_gradient(model):
-    """Of all rows at once and of one row a forward pass: equal to 1e-4 (TF32 is off by default)."""
+    """Compare all rows at once with one row per forward pass: equal to 1e-4 (TF32 is off by default)."""
     policy, batch = make(model, dtype="float32"), pack(*random_groups.groups())
     whole = gradients(policy, batch, 10_000)
     assert relative(gradients(policy, batch, 1), whole) < 1e-4
@@ -85,7 +85,8 @@ def test_checkpointing_gives_the_same_gradient(model):
 @pytest.mark.parametrize("optim", ["adamw", "adamw_8bit"])
 @pytest.mark.parametrize("load_4bit", [False, True])
 def test_steps_in_bfloat16_lower_the_loss(model, load_4bit, optim):
-    """Eight steps on one batch make what was credited likelier and what was blamed less likely, over a 4-bit base too."""
+    """Check that eight steps on one batch raise the log-probabilities of tokens with positive advantage and lower the
+    others, over a 4-bit base too."""
     policy, batch = make(model, 0.0, dtype="bfloat16", load_4bit=load_4bit, optim=optim), pack(*random_groups.groups())
     reference = policy.logps(batch, adapter=False, grad=False)
     fresh = policy.logps(batch, grad=False)
@@ -101,8 +102,8 @@ def test_steps_in_bfloat16_lower_the_loss(model, load_4bit, optim):
 
 
 @pytest.mark.parametrize("grad_checkpoint", [False, True])
-def test_an_update_on_the_gpu_takes_what_the_plan_says_within_15_percent(model, grad_checkpoint, gpu):
-    """What the allocator held at most beyond the model, against the rows of the plan. (On a CPU: tests/test_memory.py.)"""
+def test_an_update_on_the_gpu_matches_the_plan_within_15_percent(model, grad_checkpoint, gpu):
+    """Compare the allocator's peak beyond the model with the plan. (On a CPU: tests/engine/test_memory.py.)"""
     tokens = 2048
     policy = make(model, dtype="bfloat16", grad_checkpoint=grad_checkpoint, micro_tokens=tokens)
     batch = test_memory.packed(tokens, rows=2)

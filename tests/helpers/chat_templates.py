@@ -1,4 +1,4 @@
-"""Chat templates of our own for tests, built as those of known models are, and a tokenizer with the special tokens they need."""
+"""Chat templates for tests, built like those of known models, and a tokenizer with the special tokens they need."""
 
 import small_models
 
@@ -13,7 +13,7 @@ CALLS = (
 CLOSE = "{% if loop.first and tools %}" + TOOLS + "{% endif %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
 GENERATION = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 
-# As Qwen2.5's: whatever stands in a message is shown, earlier turns too.
+# As Qwen2.5's: all content is shown, that of earlier turns too.
 KEEPS = HEAD + RESPONSE + "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content }}" + CALLS + CLOSE + GENERATION
 
 _THOUGHT = "{% set parts = m.content.split('</think>') %}{% set rest = parts[-1].lstrip('\n') %}"
@@ -25,18 +25,18 @@ _REST = (
     + CLOSE
 )
 
-# As Qwen3's: thinking is shown as long as no user message follows, and can be switched off.
 LAST_USER = "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-# As that of its Instruct version of July 2025, which does not think: the same without the switch.
+# As Qwen3 Instruct's of July 2025, which does not think: UNTIL_USER without its switch.
 THOUGHTLESS = (
     LAST_USER + HEAD + _SPLIT + "{% if parts|length > 1 and loop.index0 > ns.last %}" + _SHOWN + _REST + GENERATION
 )
+# As Qwen3's: thinking is shown as long as no user message follows, and can be switched off.
 UNTIL_USER = THOUGHTLESS + "{% if enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
-# Thinking is shown in the last turn only, and the generation prompt begins it.
+# Thinking is shown in the last turn only, and the generation prompt opens it.
 STRIPS = HEAD + _SPLIT + "{% if parts|length > 1 and loop.last %}" + _SHOWN + _REST
 STRIPS += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
 
-# As Llama 3.2's: a call is a message of its own in bare JSON, an output is written as JSON, and the date stands in the prompt.
+# As Llama 3.2's: a call is a separate message in bare JSON, an output is written as JSON, and the prompt has the date.
 JSON_CALLS = (
     HEAD + "{{ '<|start_header_id|>' + ('ipython' if m.role == 'tool' else m.role) + '<|end_header_id|>\n\n' }}"
     "{% if loop.first %}{{ 'Today: ' + strftime_now('%d %b %Y') + '\n\n' }}{% endif %}"
@@ -56,7 +56,7 @@ MARKS_OLD = KEEPS.replace("'\n</tool_response>", "('' if loop.last else ' (old)'
 
 
 def tokenizer(template=None):
-    """The small tokenizer of tests/helpers/small_models.py, with the special tokens of both kinds of template."""
+    """Return the tokenizer of small_models.py with the special tokens of both kinds of template."""
     made = small_models.tokenizer()
     made.add_tokens(["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], True)
     made.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])

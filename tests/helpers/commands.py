@@ -1,4 +1,4 @@
-"""Run the project's own commands in a subprocess, as a user does."""
+"""Runs the project's commands in a subprocess, as a user does."""
 
 import json
 import os
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def launcher(ranks=1):
-    """(first words of a command, environment) to run a script, with one thread a rank under torchrun."""
+    """Return (first words of a command, environment) that run a script. The ranks share the cores evenly."""
     launch = [sys.executable]
     if ranks > 1:
         launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
@@ -24,7 +24,7 @@ def launcher(ranks=1):
 
 
 def command(*words, ranks=1, check=True, env=None):
-    """Run a script to its end. Returns the finished process; its output is in the message when it fails."""
+    """Run a script to completion. Returns the finished process; a failure shows its output."""
     launch, environment = launcher(ranks)
     environment |= env or {}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Groups written down by hand for tests of credit, and the comparison with numbers of four decimals."""
+"""Hand-made groups for tests of credit, and a comparison with numbers of four decimals."""
 
 from common.turns import Group, Question, Trajectory, Turn
 
@@ -12,13 +12,13 @@ def answer():
 
 
 def group(trajectories, question="Who?", golds=("Ada Cole",), info=None):
-    """trajectories: (outcome, [turns]) each."""
+    """Return a group. trajectories: (outcome, [turns]) each."""
     made = [Trajectory(list(turns), outcome=outcome) for outcome, turns in trajectories]
     return Group(Question("q", question, list(golds)), made, info or {})
 
 
 def same(got, expected, atol=2e-4):
-    """Whether two lists of lists agree in shape and to atol; None only with None."""
+    """Assert that two lists of lists agree in shape and to atol, None only with None, and return True."""
     assert [len(row) for row in got] == [len(row) for row in expected], (got, expected)
     for row, other in zip(got, expected):
         for a, b in zip(row, other):

@@ -1,4 +1,4 @@
-"""Makes the files of the named data sets as the hub holds them, small and with the hard cases in: all columns, their real types, and
+"""Makes small files of the named data sets as the hub has them, with the hard cases: all columns, their real types, and
 the file format of the original (Parquet or JSON Lines).
 
     write(folder, "gsm8k")      # <folder>/openai/gsm8k/main/train.parquet and test.parquet; all sets: write(folder)
@@ -39,7 +39,7 @@ OLYMPIAD |= dict.fromkeys(("error", "question_type", "subfield", "subject", "lan
 
 
 def paragraph(*pairs):
-    """A cell of hotpotqa's column `context`: pairs of a title and a list of sentences."""
+    """Return a cell of hotpotqa's column `context` from pairs of a title and a list of sentences."""
     return {"title": [title for title, _ in pairs], "sentences": [sentences for _, sentences in pairs]}
 
 
@@ -64,9 +64,9 @@ def hotpot(identity, question, answer, pairs=HOUSES):
 HOTPOT_TRAIN = [
     *(hotpot(f"5a{i}", f"Who leads firm {i}?", "Bo Hale") for i in range(8)),
     hotpot("5b0", "Who leads the firm of Ada Cole?", "Bo Hale"),  # asked in validation too
-    hotpot("5b1", "which river is it", "Øre"),  # two times, apart from case and punctuation
+    hotpot("5b1", "which river is it", "Øre"),  # occurs twice, apart from case and punctuation
     hotpot("5b2", "Which river is it?", " Øre "),
-    hotpot("5b3", "Which article?", "the"),  # nothing is left of it in normal form
+    hotpot("5b3", "Which article?", "the"),  # empty in normal form
     hotpot("5b4", "Which?", ""),
     hotpot("5b5", "Which one?", None),
     hotpot("5a0", "An id that occurs twice?", "yes"),
@@ -126,7 +126,7 @@ def gpqa(identity, question, *options):
 
 ADD = 'def add(a, b):\n    """The sum.\n\n    >>> add(1, 2)\n    3\n    """\n'
 
-# name -> (folder, ending, columns or None where the file says no types, {split: rows})
+# name -> (folder, ending, columns or None where the file has no types, {split: rows})
 SETS = {
     "hotpotqa": (
         "hotpotqa/hotpot_qa/distractor",
@@ -355,7 +355,7 @@ SETS = {
 
 
 def save(file, rows, columns=None):
-    """Write rows as the file's name says. columns: {name: Arrow type}; what else a row has is left out."""
+    """Write rows in the format of the file's ending. columns: {name: Arrow type}; other keys of a row are left out."""
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.suffix == ".jsonl":
         file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
@@ -364,7 +364,7 @@ def save(file, rows, columns=None):
 
 
 def write(folder, *names):
-    """The files of some data sets, or of all, below `folder`: <owner>/<name>/<configuration>/<split>.<ending>."""
+    """Write the files of some data sets, or of all, to <folder>/<owner>/<name>/<configuration>/<split>.<ending>."""
     for name in names or SETS:
         place, ending, columns, splits = SETS[name]
         for split, rows in splits.items():
@@ -372,8 +372,8 @@ def write(folder, *names):
 
 
 def write_hotpot(folder, train=150, validation=50, pool=400):
-    """hotpotqa with 10 paragraphs a question: two that say who leads the firm of person i, and eight out of a pool that the questions
-    share. Returns the rows, those of train first."""
+    """Write hotpotqa with 10 paragraphs a question: two that link person i to a leader, and eight from a shared pool.
+    Returns the rows, those of train first."""
     draw = random.Random(0)
     towns = [(f"Town {i % 50}", [f"Town {i % 50} has {i} inhabitants.", " It lies by a river."]) for i in range(pool)]
     rows = []

@@ -1,4 +1,4 @@
-"""Hand-made groups of trajectories for tests."""
+"""Groups of random trajectories for tests."""
 
 import random
 
@@ -6,19 +6,19 @@ from common.turns import Group, Question, Trajectory, Turn
 
 
 def trajectory(rng, turns, outcome=0.0, vocabulary=300, prompt=None, context=20, action=8, observation=12):
-    """A trajectory of random ids whose contexts extend each other."""
+    """Return a trajectory of random ids in which every context extends the one before."""
     ids = list(prompt) if prompt else [rng.randrange(vocabulary) for _ in range(context)]
     made = Trajectory(outcome=outcome)
     for k in range(turns):
-        said = [rng.randrange(vocabulary) for _ in range(rng.randint(2, action))]
-        heard = [rng.randrange(vocabulary) for _ in range(rng.randint(1, observation))] if k + 1 < turns else []
-        made.turns.append(Turn(list(ids), said, [-rng.random() for _ in said], observation_ids=heard))
-        ids = ids + said + heard
+        acted = [rng.randrange(vocabulary) for _ in range(rng.randint(2, action))]
+        observed = [rng.randrange(vocabulary) for _ in range(rng.randint(1, observation))] if k + 1 < turns else []
+        made.turns.append(Turn(list(ids), acted, [-rng.random() for _ in acted], observation_ids=observed))
+        ids = ids + acted + observed
     return made
 
 
 def groups(seed=0, count=3, size=4, vocabulary=300):
-    """`count` groups of `size` trajectories of 1 to 3 turns, the last group all wrong; and advantages, one per turn."""
+    """Return `count` groups of `size` trajectories of 1 to 3 turns, the last group all wrong, and turns' advantages."""
     rng = random.Random(seed)
     made = []
     for p in range(count):

@@ -1,4 +1,4 @@
-"""Run by test_ranks.py, alone or under torchrun: the gradient of one optimizer step over the groups that fall to each rank."""
+"""Run by test_ranks.py, alone or under torchrun: the gradient of an optimizer step over each rank's share of groups."""
 
 import os
 import sys
@@ -41,7 +41,7 @@ def main(model, target):
                 loss, _ = train_grpo.policy_loss(policy.logps(micro), micro, args)
                 loss.backward()
             results[count, average] = policy.gradient()
-    if ranks.rank() == ranks.world_size() - 1:  # one rank's fault is everybody's
+    if ranks.rank() == ranks.world_size() - 1:  # a fault on one rank must skip the step on all
         policy.parameters[0].grad = torch.full_like(policy.parameters[0], float("nan"))
     before = [p.detach().clone() for p in policy.parameters]
     results["skipped"] = policy.step()["skipped"]

@@ -1,8 +1,8 @@
-"""A retrieval server for tests and fault drills: Search-R1's protocol over our BM25 search, from the standard library.
+"""A retrieval server for tests and fault drills: Search-R1's protocol over our BM25 search, on the standard library.
 
     python tests/helpers/retrieval_server.py --port 8000 --corpus tiny [--delay 0.2] [--shape plain]
 
-In a test: address, stop = start(DOCUMENTS, control). What stands in `control` may be changed while the server runs.
+In a test: address, stop = start(DOCUMENTS, control). `control` may be changed while the server runs.
 """
 
 import argparse
@@ -24,14 +24,15 @@ PATH = "/retrieve"
 
 @dataclass
 class Control:
-    """How the server behaves, and what it has been asked."""
+    """How the server behaves, and the requests it got."""
 
     shape: str = "wrapped"
-    """wrapped: with scores, as Search-R1; plain: documents alone; fields: documents with title and text apart"""
+    """wrapped: with scores, as Search-R1; plain: documents alone; fields: documents with separate title and text"""
     delay: float = 0.0
     """seconds before each answer"""
     fail: Any = None
-    """a function of a request's queries: None answers them, a number is an HTTP status, bytes are the whole body, HANG never answers"""
+    """a function of a request's queries. Its result: None answers them, a number is an HTTP status, bytes are the body,
+    HANG never answers"""
     batches: list[int] = field(default_factory=list)
     """the number of queries of each request so far"""
 
@@ -40,7 +41,7 @@ HANG = object()
 
 
 def result(document, rank, shape):
-    """A document in the shape that an answer has it."""
+    """Return a document in the shape of the answer."""
     if shape == "fields":
         return document
     plain = {"id": document["id"], "contents": f'"{document["title"]}"\n{document["text"]}'}
@@ -48,7 +49,7 @@ def result(document, rank, shape):
 
 
 class Server(ThreadingHTTPServer):
-    """Answers from a list of documents; an address that was just in use is taken again."""
+    """A server of a list of documents. It may reuse an address that was just in use."""
 
     request_queue_size = 128
 
@@ -66,11 +67,11 @@ class Server(ThreadingHTTPServer):
             return self.searches[topk]
 
     def handle_error(self, request, client_address):
-        pass  # a client that has gone
+        pass  # the client has disconnected
 
 
 class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"  # connections are kept
+    protocol_version = "HTTP/1.1"  # keep-alive
     disable_nagle_algorithm = True
 
     def do_POST(self):
@@ -95,7 +96,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send(200, json.dumps({"result": body}).encode())
 
     def send(self, status, body):
-        if self.server.stopped.is_set():  # a stopped server is silent on connections it still has
+        if self.server.stopped.is_set():  # a stopped server must not answer on its open connections
             self.close_connection = True
             return
         self.send_response(status)
@@ -109,7 +110,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def load(corpus):
-    """The documents of a list, a file, or "tiny" (the embedded world)."""
+    """Return the documents of a list, a file, or "tiny" (the embedded world)."""
     if corpus == "tiny":
         from tasks.tiny import tiny_search
 
@@ -118,7 +119,7 @@ def load(corpus):
 
 
 def start(corpus="tiny", control=None, port=0):
-    """Serve in a thread of this process -> (address, stop); port 0: a free one."""
+    """Serve in a thread of this process. Returns (address, stop). Port 0 takes a free one."""
     server = Server(load(corpus), control or Control(), port)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
 

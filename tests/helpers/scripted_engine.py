@@ -1,4 +1,4 @@
-"""An engine that says what it is told to, and the rollout loop driven by it."""
+"""An engine that answers from a script, and a rollout loop driven by it."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ TOKENIZER = small_models.tokenizer()
 
 
 class Scripted:
-    """Says what `script(question id, sample, turn)` returns: text, or ids, or (text or ids, "length")."""
+    """An engine that completes with `script(question id, sample, turn)`: text, or ids, or (text or ids, "length")."""
 
     def __init__(self, script, tokenizer=TOKENIZER, **changes):
         self.args, self.tokenizer = train_grpo.Args(**changes), tokenizer
@@ -37,15 +37,15 @@ class Scripted:
         if self.queue:
             request_id = self.queue.pop()  # last in first out: the order must not matter
             question, sample, turn, _ = request_id.split("/")
-            said, reason = self.script(question, int(sample), int(turn)), "stop"
-            if isinstance(said, tuple):
-                said, reason = said
-            ids = self.tokenizer.encode(said) if isinstance(said, str) else said
+            completion, reason = self.script(question, int(sample), int(turn)), "stop"
+            if isinstance(completion, tuple):
+                completion, reason = completion
+            ids = self.tokenizer.encode(completion) if isinstance(completion, str) else completion
             yield request_id, ids, [-0.5] * len(ids), reason
 
 
 class Tool(tools.Tool):
-    """A function in a tool's place."""
+    """A tool that calls a function."""
 
     name = "search"
 
@@ -58,7 +58,7 @@ class Tool(tools.Tool):
 
 
 def play(script, count=1, golds=("Bo Hale",), tool=None, greedy=False, tokenizer=TOKENIZER, **changes):
-    """`count` trajectories of one question. Returns (trajectories, engine)."""
+    """Play `count` trajectories of one question. Returns (trajectories, engine)."""
     engine = Scripted(script, tokenizer, **changes)
     task = search_qa.SearchQA(engine.args, tokenizer, Tool(tool or Search(DOCUMENTS, 1)), [], [])
     group = Group(Question("q", "Who leads the firm of Ada Cole?", list(golds)), [Trajectory() for _ in range(count)])

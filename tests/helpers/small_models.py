@@ -1,4 +1,4 @@
-"""Small random models for tests, made from nothing: no download, no pretraining."""
+"""Small random models for tests, without download or pretraining."""
 
 import json
 
@@ -12,8 +12,8 @@ TEXT = (
 
 
 def tokenizer():
-    """A byte-level BPE with Qwen2's splitting rule, the class that AutoTokenizer picks for a Qwen2 model. The tags are ordinary text,
-    so a token may reach across a closing tag (`>\\n\\n`), and the padding token is the end token."""
+    """Return a byte-level BPE with Qwen2's splitting rule, of the class that AutoTokenizer picks for a Qwen2 model. The
+    tags are ordinary text, so a token may reach across a closing tag (`>\\n\\n`). The end token is the padding token."""
     from transformers import Qwen2Tokenizer
 
     special = dict(unk_token="<eos>", eos_token="<eos>", pad_token="<eos>")
@@ -29,7 +29,7 @@ def tokenizer():
 
 
 def configuration(tokenizer, **changes):
-    """The configuration of a 2-layer Qwen2."""
+    """Return the configuration of a 2-layer Qwen2."""
     from transformers import Qwen2Config
 
     options = dict(

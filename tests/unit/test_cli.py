@@ -34,7 +34,7 @@ def test_an_unknown_flag_suggests_the_nearest():
 
 
 def test_every_field_is_documented_and_the_algorithm_s_own_come_last():
-    source = (ROOT / "train_grpo.py").read_text()
+    source = (ROOT / "common" / "args.py").read_text() + (ROOT / "train_grpo.py").read_text()
     assert source.index("# ---- algorithm") > source.index("tis_cap: float")
     for field in dataclasses.fields(train_grpo.Args):
         place = source.index(f"    {field.name}: ")
@@ -162,7 +162,7 @@ def test_a_resumed_run_takes_its_arguments_from_the_run_and_refuses_those_that_m
     assert (args.model, args.lr, args.task, args.questions) == ("tiny", 1e-3, "tiny_search", 16)
     args = parse_args(train_grpo.Args, ["--model", "tiny", "--seed", "7", "--resume", "--steps", "99", "--keep", "3"])
     assert (args.lr, args.steps, args.keep, args.out) == (1e-3, 99, 3, str(folder))
-    with pytest.raises(SystemExit, match="--group 8 -> 4, --lr 0.001 -> 0.01. Leave") as stopped:
+    with pytest.raises(SystemExit, match="--lr 0.001 -> 0.01, --group 8 -> 4. Leave") as stopped:
         parse_args(train_grpo.Args, ["--out", str(folder), "--resume", "--lr", "0.01", "--group", "4", "--steps", "9"])
     assert "--steps" not in str(stopped.value)
     (folder / "args.json").write_text(json.dumps(dataclasses.asdict(begun) | {"gamma": 0.9}))

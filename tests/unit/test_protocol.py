@@ -176,8 +176,8 @@ def test_code_in_a_call_is_taken_out_of_its_fence():
 def test_the_prompt_names_the_tool_as_the_template_does(template, tool):
     made = chat(template, tool)
     text = made.tokenizer.decode(made.prompt_ids(" Who? "))
-    assert json.dumps(made.schema) in text and made.words.chat_system in text and "Who?<|" in text
-    assert made.schema["function"]["name"] == tool and "<answer>" in made.words.chat_system
+    assert json.dumps(made.schema) in text and made.wording.chat_system in text and "Who?<|" in text
+    assert made.schema["function"]["name"] == tool and "<answer>" in made.wording.chat_system
     assert text.rstrip().endswith(
         {chat_templates.JSON_CALLS: "<|end_header_id|>", chat_templates.STRIPS: "<think>"}.get(template, "assistant")
     )

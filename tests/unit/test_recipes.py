@@ -95,8 +95,8 @@ def test_the_plan_of_a_recipe_fits_the_card_it_is_named_for(name, machine, tmp_p
     ranks, args = arguments(name, machine, "--seed", "7")
     found = plan.sizes(test_memory.empty_model(test_memory.config_only(tmp_path / args.model, args.model)))
     card = int(plan.CARDS[f"{machine[2:4]} GB"] * 2**30)
-    made = plan.plan(found, args, card, world=ranks)
-    assert made.wrong() == []
+    made = plan.make(found, args, card, world=ranks)
+    assert made.problems() == []
     assert made.at_once >= 8  # enough to keep the engine busy
     assert args.grad_checkpoint and args.load_4bit == (machine == "1x24gb")
 

@@ -13,7 +13,7 @@ from scripted_engine import DOCUMENTS, TOKENIZER, Scripted, Tool, play
 import train_grpo
 from common import adapters, ending, loop, run
 from common.batch import pack
-from common.environment import Lost
+from common.environment import Environment, Limits, Lost
 from common.turns import Group, Question, Trajectory
 from tasks import search_qa, wordings
 from tools.search import Search
@@ -133,7 +133,7 @@ def test_the_last_turn_runs_no_tool():
 def test_a_fabricated_observation_ends_the_turn_as_invalid():
     engine = Scripted(two_hops)
     task = search_qa.SearchQA(engine.args, TOKENIZER, Tool(None), [], [])
-    assert "<information>" in task.stop
+    assert "<information>" in task.limits.stop
     (t,), _ = play(lambda q, s, k: ["The firm is <information>", "<answer> x </answer>"][k])
     assert t.turns[0].tool_status == "invalid"
 
@@ -296,9 +296,9 @@ def test_every_request_has_its_own_seed_and_the_schedule_does_not_enter():
     ):
         engine = Scripted(two_hops, **changes)
         engine.step, engine.phase = step, phase
-        found.append(loop.Loop(engine, SimpleNamespace(), False)._seed(episode, 0))
+        found.append(loop.Loop(engine, Environment(TOKENIZER, Limits(1, 1)), False)._seed(episode, 0))
     episode.question.draw = 1  # the same question drawn once more
-    found.append(loop.Loop(engine, SimpleNamespace(), False)._seed(episode, 0))
+    found.append(loop.Loop(engine, Environment(TOKENIZER, Limits(1, 1)), False)._seed(episode, 0))
     assert len(set(found)) == 5 and all(0 <= seed < 2**63 for seed in found)
 
 

@@ -10,6 +10,7 @@ from hand_made import answer, group, same, turn
 
 import train_rtpo
 from common.batch import pack
+from common.environment import Environment, Limits
 from common.turns import Group, Question, Trajectory, Turn
 
 
@@ -251,7 +252,7 @@ def test_no_two_siblings_are_drawn_with_the_same_seeds():
 
         def _finish(self, task, rollouts, greedy, progress):
             self.phase += 1
-            loop = Loop(self, SimpleNamespace(), greedy)
+            loop = Loop(self, Environment(None, Limits(1, 1)), greedy)
             seen.extend(
                 loop._seed(rollout, len(rollout.trajectory.turns) + later) for rollout in rollouts for later in range(3)
             )

@@ -84,7 +84,7 @@ def post(address, **body):
 def start(*words, **more):
     """The command, with its port -> (process, address)."""
     port, env = free_port(), os.environ | {"OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-m", "tools.search", "serve", "--port", str(port), *words]
+    words = [sys.executable, "-m", "tools.serve", "--port", str(port), *words]
     return subprocess.Popen(words, cwd=ROOT, env=env, **more), f"http://127.0.0.1:{port}"
 
 

@@ -13,7 +13,8 @@ import random_groups
 
 from common.log import METRICS, sample
 from common.turns import Question, Trajectory, Turn
-from view import __main__, report, show
+from view import report, show
+from view.__main__ import look
 
 ROOT = Path(__file__).resolve().parents[2]
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -43,13 +44,13 @@ def folder(tmp_path):
 
 
 def printed(capsys, *words):
-    __main__.look(["show", *map(str, words)])
+    look(["show", *map(str, words)])
     return capsys.readouterr().out
 
 
 def refused(*words):
     with pytest.raises(SystemExit) as stopped:
-        __main__.look([*map(str, words)])
+        look([*map(str, words)])
     assert "\n" not in str(stopped.value)
     return str(stopped.value)
 
@@ -185,7 +186,7 @@ def test_a_bad_line_before_the_end_is_left_out_and_said(folder, capsys):
     at = folder([line(1)])
     with open(at / "samples.jsonl", "a") as file:
         file.write('{"step": 2, "ki\n' + json.dumps(line(3)) + "\n")
-    __main__.look(["show", str(at)])
+    look(["show", str(at)])
     out, err = capsys.readouterr()
     assert "step 3" in out and "line 2: not JSON" in err
 
@@ -204,8 +205,8 @@ def test_errors_are_one_line_and_say_what_there_is(folder, tmp_path):
 def test_looking_at_a_run_needs_neither_torch_nor_vllm(folder):
     at = folder([line()], [dict.fromkeys(METRICS) | {"step": 0}])
     code = (
-        "import sys; from common import run; "
-        f"run.look(['show', {str(at)!r}, '--worst']); __main__.look(['report', {str(at)!r}]); "
+        "import sys; from view.__main__ import look; "
+        f"look(['show', {str(at)!r}, '--worst']); look(['report', {str(at)!r}]); "
         "assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)

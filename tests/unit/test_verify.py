@@ -312,7 +312,7 @@ def test_threads_get_the_answers_to_their_own_questions():
 def test_the_worker_dies_with_the_process_that_asked_it():
     """Even in the middle of a comparison, by its own clock at the latest."""
     code = (
-        "import threading, time; from common import verify; equality.SECONDS = 60; equality.equal('\\\\sqrt{9}', ['3']);"
+        "import threading, time; from tasks import equality; equality.SECONDS = 60; equality.equal('\\\\sqrt{9}', ['3']);"
         "threading.Thread(target=equality.equal, args=('10^{10^{10}}', ['3']), daemon=True).start();"
         "time.sleep(0.5); print(equality.WORKER.process.pid, flush=True); time.sleep(60)"
     )

@@ -10,6 +10,7 @@ import scripted_engine
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "runs"))
 import warm_start
 
+import tools
 from common.batch import pack
 from common.loop import Loop, Rollout
 from common.turns import Trajectory
@@ -24,10 +25,10 @@ def test_a_scripted_trace_stands_in_the_contexts_of_the_rollout_loop(context):
     said, found = ([text for text, kind in trace if kind == wanted] for wanted in ("turn", "found"))
     answers = iter(found)
 
-    class Tool:
+    class Tool(tools.Tool):
         name = "search"
 
-        def __call__(self, query, earlier=()):
+        def __call__(self, query, earlier=(), question=None):
             return next(answers)
 
     engine = scripted_engine.Scripted(lambda question, sample, turn: said[turn])
