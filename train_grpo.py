@@ -1,18 +1,18 @@
 """GRPO for language models that use tools over several turns: the reference script. Read this one first.
 
-Group relative policy optimisation (DeepSeekMath, arXiv:2402.03300v3) samples a group of trajectories for each question, scores each by its
-outcome, and takes as advantage how much better than its group a trajectory did. Here a trajectory is a conversation with a tool, as in
+Group relative policy optimisation (DeepSeekMath, arXiv:2402.03300v3) samples a group of trajectories for each question and scores each by
+its outcome. The advantage of a trajectory is how much better than its group it did. Here a trajectory is a conversation with a tool, as in
 Search-R1 (arXiv:2503.09516): the model generates until it calls the tool or answers, the tool's output is appended, and so on. All turns
-of a trajectory share one advantage, and only the tokens the model sampled are trained. What that misses, and what the scripts beside
-this one repair: a near miss counts as a failure, and a group without any success teaches nothing.
+of a trajectory share one advantage, and only the tokens that the model sampled are trained. GRPO has two gaps that the other scripts
+address: a near miss counts as a failure, and a group without any success teaches nothing.
 
     python train_grpo.py --model tiny --task tiny_search             # a laptop without a GPU, minutes
     torchrun --nproc_per_node 8 train_grpo.py --model Qwen2.5-3B --task questions.jsonl --corpus documents.jsonl
 
-To try a variant copy this file and change it. An algorithm is five functions: collect, compute_advantages, prepare, token_weights and
+To try a variant, copy this file and change it. An algorithm is five functions: collect, compute_advantages, prepare, token_weights and
 policy_loss; main is the same in every script. Overrides: none (this is the reference).
 
-Departures from the papers (docs/grpo.md says why):
+Departures from the papers (reasons in docs/grpo.md):
   1. No KL term by default (--kl_coef), as in DAPO; DeepSeekMath has 0.04, Search-R1 0.001.
   2. The loss is averaged over tokens by default (--average), as in DAPO; DeepSeekMath averages per trajectory first.
   3. The loss is weighted by the truncated ratio of trainer to engine (--tis_cap), which neither paper has.
@@ -20,17 +20,28 @@ Departures from the papers (docs/grpo.md says why):
 Shapes: G trajectories of a group, K turns of a trajectory, T tokens of a batch, laid end to end without padding.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import tasks
 from common import ranks, run
 from common.args import Shared, parse_args
+from common.turns import Group
+
+if TYPE_CHECKING:  # torch is imported in main: --help answers without it
+    from torch import Tensor
+
+    from common.batch import Batch
+    from common.log import Log
+    from common.policy import Policy
+    from common.rollout import Engine
+    from tasks.task import Task
 
 
 @dataclass
 class Args(Shared):
-    """The flags that this script reads itself. The others are in common/args.py."""
+    """The flags that this script reads. The others are in common/args.py."""
 
     questions: int = 64
     """questions a step, over all ranks"""
@@ -65,13 +76,13 @@ class Args(Shared):
     # ---- algorithm
 
 
-def collect(engine, task, args):
-    """Yield the groups of each phase. main updates the policy between two yields, and the engine then samples with the newest."""
+def collect(engine: "Engine", task: "Task", args: Args) -> Iterator[list[Group]]:
+    """Yield the groups of each phase. main updates the policy after each yield; the engine then samples with the newest policy."""
     yield engine.rollout(task, task.take(args.questions), args.group, progress="rollouts")
 
 
-def normalise(values, std):
-    """Standard scores (ddof 1, as Search-R1), or differences from the mean; zeros where there is nothing to compare."""
+def normalise(values: list[float], std: bool) -> list[float]:
+    """Return standard scores (ddof 1, as in Search-R1), or without std differences from the mean; zeros if all values are equal."""
     mean = sum(values) / len(values)
     centered = [v - mean for v in values]
     if len(values) < 2 or max(values) == min(values):
@@ -82,24 +93,24 @@ def normalise(values, std):
     return [c / (deviation + 1e-6) for c in centered]
 
 
-def compute_advantages(group, args):
-    """adv_GK: one advantage per turn of each trajectory, and numbers to log.  DeepSeekMath sec. 4.1.2"""
+def compute_advantages(group: Group, args: Args) -> tuple[list[list[float | None]], dict[str, float | None]]:
+    """Return adv_GK, one advantage per turn of each trajectory, and numbers to log.  DeepSeekMath sec. 4.1.2"""
     adv_G = normalise([t.outcome for t in group.trajectories], args.adv_std)
     return [[adv] * len(t.turns) for adv, t in zip(adv_G, group.trajectories)], {}
 
 
-def prepare(batch, policy, args):
-    """Fill batch.old where the policy moves within a phase, and batch.ref where there is a KL term; before any update."""
+def prepare(batch: "Batch", policy: "Policy", args: Args) -> None:
+    """Fill batch.old if the policy is updated more than once in a phase, and batch.ref if there is a KL term; before any update."""
     if args.epochs * args.minibatches > 1:
         batch.old = policy.logps(batch, grad=False)
     if args.kl_coef:  # DEPARTS 1
         batch.ref = policy.logps(batch, adapter=False, grad=False)
 
 
-def token_weights(batch, total, args):
-    """weight (T,) of each trained token in the loss of one optimizer step; total(x) sums a number over ranks.
+def token_weights(batch: "Batch", total: Callable, args: Args) -> "Tensor":
+    """Return the weight (T,) of each trained token in the loss of one optimizer step; total(x) sums a number over ranks.
 
-    Fixed before the step is split into micro-batches. Tokens without signal (advantage 0) stay in the denominator.
+    Tokens without signal (advantage 0) stay in the denominator.
     """
     mask = batch.mask.float()
     if args.average == "token":  # DEPARTS 2
@@ -111,8 +122,8 @@ def token_weights(batch, total, args):
     return share / max(total(share.sum()), 1)
 
 
-def policy_loss(logp, batch, args):
-    """Clipped surrogate, eq. (3), plus KL to the reference, eq. (4). Returns the weighted sum over tokens, and sums to log."""
+def policy_loss(logp: "Tensor", batch: "Batch", args: Args) -> tuple["Tensor", dict[str, "Tensor"]]:
+    """Return the clipped surrogate, eq. (3), plus KL to the reference, eq. (4), as a weighted sum over tokens, and sums to log."""
     old = logp.detach() if batch.old is None else batch.old
     log_ratio = (logp - old) * batch.mask
     if args.ratio != "token":
@@ -136,8 +147,8 @@ def policy_loss(logp, batch, args):
     return policy, stats
 
 
-def evaluate(engine, task, args, log, step):
-    """One greedy trajectory for each held-out question, shared out over ranks."""
+def evaluate(engine: "Engine", task: "Task", args: Args, log: "Log", step: int) -> None:
+    """Sample one greedy trajectory for each held-out question, divided among the ranks, and log them."""
     with log.timed("evaluate"):
         held_out = task.held_out[ranks.rank() :: ranks.world_size()]
         groups = engine.rollout(task, held_out, 1, greedy=True, progress="evaluation")
@@ -145,7 +156,7 @@ def evaluate(engine, task, args, log, step):
     log.samples(step, "eval", groups)
 
 
-def main(args):
+def main(args: Args) -> None:
     from common import checkpoint  # here and not above: --help answers without torch
     from common.batch import pack
     from common.log import Log

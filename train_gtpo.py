@@ -1,8 +1,8 @@
 """GTPO for language models that use tools over several turns: train_grpo.py, and a return for each turn.
 
-Group turn policy optimisation (GTPO, arXiv:2511.14846) takes each turn for an action of its own. A turn has a reward: the outcome for the
-last one, a penalty for a tool call that cannot be parsed and for a first turn without a call. Returns are discounted, so that a turn
-answers for what follows it, and are compared with those of the same turn in the group's other trajectories. A trajectory that fails gets
+Group turn policy optimisation (GTPO, arXiv:2511.14846) treats each turn as one action. Each turn has a reward: the outcome for the last
+turn, a penalty for a tool call that cannot be parsed and for a first turn without a call. Returns are discounted, so a turn is also credited
+with the rewards after it, and are compared with those of the same turn in the group's other trajectories. A trajectory that fails gets
 partial credit for how much its code resembles that of the group's correct ones: self-supervised reward shaping.
 
     python train_gtpo.py --model tiny-math                           # a laptop without a GPU, minutes
@@ -10,28 +10,39 @@ partial credit for how much its code resembles that of the group's correct ones:
 
 Diff it against train_grpo.py. Overrides: imports, collect, compute_advantages.
 
-What the public sources of the paper leave open, and what stands here (docs/gtpo.md says why):
+What the public sources of the paper leave open, and our choice (reasons in docs/gtpo.md):
   1. What a return is compared with: the same turn of the group's other trajectories (--norm_set turn_index).
   2. Ratio, clip and KL: those of train_grpo.py.
 Departures from the paper: those of train_grpo.py (its DEPARTS 1 to 3), and
   4. Code is compared by TF-IDF of token n-grams, or by a model of your choice (--code_embedder); the paper embeds with a commercial one.
-  5. Where the tool is search, queries are compared in place of code (ours).
+  5. If the tool is search, queries are compared instead of code (ours).
 
 Shapes: G trajectories of a group, K turns of a trajectory, T tokens of a batch, laid end to end without padding.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import tasks
 from common import ranks, run
 from common.args import Shared, parse_args
+from common.turns import Group, Trajectory
 from tasks import similarity
+
+if TYPE_CHECKING:  # torch is imported in main: --help answers without it
+    from torch import Tensor
+
+    from common.batch import Batch
+    from common.log import Log
+    from common.policy import Policy
+    from common.rollout import Engine
+    from tasks.task import Task
 
 
 @dataclass
 class Args(Shared):
-    """The flags that this script reads itself. The others are in common/args.py."""
+    """The flags that this script reads. The others are in common/args.py."""
 
     questions: int = 64
     """questions a step, over all ranks"""
@@ -80,8 +91,8 @@ class Args(Shared):
             similarity.load_embedder(self.code_embedder)
 
 
-def collect(engine, task, args):
-    """Yield the groups; info["similarity"] is how alike the code of all turns is to that of the correct trajectories, 0 to 1.  sec. 3.4"""
+def collect(engine: "Engine", task: "Task", args: Args) -> Iterator[list[Group]]:
+    """Yield the groups; info["similarity"] is that of a trajectory's code to the code of the correct ones, 0 to 1.  GTPO sec. 3.4"""
     groups = engine.rollout(task, task.take(args.questions), args.group, progress="rollouts")
     for group in groups:
         code_G = ["\n".join(turn.tool_input for turn in t.turns if turn.tool) for t in group.trajectories]  # DEPARTS 5
@@ -92,8 +103,8 @@ def collect(engine, task, args):
     yield groups
 
 
-def normalise(values, std):
-    """Standard scores (ddof 1, as Search-R1), or differences from the mean; zeros where there is nothing to compare."""
+def normalise(values: list[float], std: bool) -> list[float]:
+    """Return standard scores (ddof 1, as in Search-R1), or without std differences from the mean; zeros if all values are equal."""
     mean = sum(values) / len(values)
     centered = [v - mean for v in values]
     if len(values) < 2 or max(values) == min(values):
@@ -104,8 +115,8 @@ def normalise(values, std):
     return [c / (deviation + 1e-6) for c in centered]
 
 
-def normalise_turns(values_GK, norm_set, std):
-    """One number per turn as standard scores over the group's same turns (padded: 0 for those that had ended), or pooled over all."""
+def normalise_turns(values_GK: list[list[float]], norm_set: str, std: bool) -> list[list[float]]:
+    """Return standard scores of turns over the group's same turns (padded: 0 for those that had ended), or pooled over all turns."""
     standard_GK = [[0.0] * len(values_K) for values_K in values_GK]
     places = [(g, k) for g, values_K in enumerate(values_GK) for k in range(len(values_K))]
     longest = max(map(len, values_GK))
@@ -118,8 +129,8 @@ def normalise_turns(values_GK, norm_set, std):
     return standard_GK
 
 
-def turn_rewards(trajectory, args):
-    """One reward per turn: penalties, and in the last turn the outcome or partial credit.  GTPO sec. 3.3, 3.4"""
+def turn_rewards(trajectory: Trajectory, args: Args) -> list[float]:
+    """Return one reward per turn: penalties, and in the last turn the outcome or partial credit.  GTPO sec. 3.3, 3.4"""
     reward_K = [
         -args.format_penalty if turn.tool_status == "invalid" or (k == 0 and turn.tool is None) else 0.0
         for k, turn in enumerate(trajectory.turns)  # a call that fails or times out is not invalid
@@ -129,34 +140,38 @@ def turn_rewards(trajectory, args):
     return reward_K
 
 
-def compute_advantages(group, args):
-    """adv_GK: discounted returns of turn rewards, normalised over the group.  GTPO sec. 3"""
+def compute_advantages(group: Group, args: Args) -> tuple[list[list[float | None]], dict[str, float | None]]:
+    """Return adv_GK: discounted returns of turn rewards, normalised over the group.  GTPO sec. 3"""
     return_GK = [turn_rewards(t, args) for t in group.trajectories]
     for return_K in return_GK:
         for k in reversed(range(len(return_K) - 1)):
             return_K[k] += args.gamma * return_K[k + 1]
+    return normalise_turns(return_GK, args.norm_set, args.adv_std), return_stats(group)
+
+
+def return_stats(group: Group) -> dict[str, float | None]:
+    """Return numbers to log: the share of invalid turns, and how similar the code of failed trajectories is to that of correct ones."""
     invalid = [turn.tool_status == "invalid" for t in group.trajectories for turn in t.turns]
     alike = [t.info["similarity"] for t in group.trajectories if t.outcome <= 0 and "similarity" in t.info]
-    stats = {
+    return {
         "invalid": sum(invalid) / max(len(invalid), 1),
         "similarity": sum(alike) / len(alike) if alike else None,
         "similarity_range": max(alike) - min(alike) if alike else None,
     }
-    return normalise_turns(return_GK, args.norm_set, args.adv_std), stats
 
 
-def prepare(batch, policy, args):
-    """Fill batch.old where the policy moves within a phase, and batch.ref where there is a KL term; before any update."""
+def prepare(batch: "Batch", policy: "Policy", args: Args) -> None:
+    """Fill batch.old if the policy is updated more than once in a phase, and batch.ref if there is a KL term; before any update."""
     if args.epochs * args.minibatches > 1:
         batch.old = policy.logps(batch, grad=False)
     if args.kl_coef:  # DEPARTS 1
         batch.ref = policy.logps(batch, adapter=False, grad=False)
 
 
-def token_weights(batch, total, args):
-    """weight (T,) of each trained token in the loss of one optimizer step; total(x) sums a number over ranks.
+def token_weights(batch: "Batch", total: Callable, args: Args) -> "Tensor":
+    """Return the weight (T,) of each trained token in the loss of one optimizer step; total(x) sums a number over ranks.
 
-    Fixed before the step is split into micro-batches. Tokens without signal (advantage 0) stay in the denominator.
+    Tokens without signal (advantage 0) stay in the denominator.
     """
     mask = batch.mask.float()
     if args.average == "token":  # DEPARTS 2
@@ -168,8 +183,8 @@ def token_weights(batch, total, args):
     return share / max(total(share.sum()), 1)
 
 
-def policy_loss(logp, batch, args):
-    """Clipped surrogate, eq. (3), plus KL to the reference, eq. (4). Returns the weighted sum over tokens, and sums to log."""
+def policy_loss(logp: "Tensor", batch: "Batch", args: Args) -> tuple["Tensor", dict[str, "Tensor"]]:
+    """Return the clipped surrogate, eq. (3), plus KL to the reference, eq. (4), as a weighted sum over tokens, and sums to log."""
     old = logp.detach() if batch.old is None else batch.old
     log_ratio = (logp - old) * batch.mask
     if args.ratio != "token":
@@ -193,8 +208,8 @@ def policy_loss(logp, batch, args):
     return policy, stats
 
 
-def evaluate(engine, task, args, log, step):
-    """One greedy trajectory for each held-out question, shared out over ranks."""
+def evaluate(engine: "Engine", task: "Task", args: Args, log: "Log", step: int) -> None:
+    """Sample one greedy trajectory for each held-out question, divided among the ranks, and log them."""
     with log.timed("evaluate"):
         held_out = task.held_out[ranks.rank() :: ranks.world_size()]
         groups = engine.rollout(task, held_out, 1, greedy=True, progress="evaluation")
@@ -202,7 +217,7 @@ def evaluate(engine, task, args, log, step):
     log.samples(step, "eval", groups)
 
 
-def main(args):
+def main(args: Args) -> None:
     from common import checkpoint  # here and not above: --help answers without torch
     from common.batch import pack
     from common.log import Log

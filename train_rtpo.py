@@ -1,19 +1,19 @@
 """RTPO for language models that use tools over several turns: train_grpo.py, and turns trained last to first.
 
-Reverse turn policy optimisation (RTPO, arXiv:2608.18682v1) asks of each turn how much better it was than another choice at the very same
-point. A few trajectories, the trunks, are sampled first; they are not trained, but the boundaries between their turns are where siblings
-are forked: new samples of the next turn, each continued to its own end. Turns are trained from the last to the first, and the policy is
-updated after each, so that every continuation is sampled by the policy as it is then: later turns are already as good as they
-will be in this step. A sibling's advantage is its outcome minus the mean of the siblings of its boundary.
+Reverse turn policy optimisation (RTPO, arXiv:2608.18682v1) compares each turn with other choices at the very same point. A few
+trajectories, the trunks, are sampled first. They are not trained; at the boundaries between their turns siblings are forked: new samples
+of the next turn, each continued to its own end. Turns are trained from the last to the first, and the policy is updated after each, so
+every continuation is sampled by the current policy, whose later turns have already been trained in this step. A sibling's advantage is its
+outcome minus the mean of the siblings of its boundary.
 
     python train_rtpo.py --model tiny --task tiny_search             # a laptop without a GPU, minutes
     torchrun --nproc_per_node 8 train_rtpo.py --model Qwen3-8B --group 16 --context strip_think --task questions.jsonl --corpus documents.jsonl
 
 Diff it against train_grpo.py. Overrides: imports, collect, compute_advantages, and the defaults of average and adv_std.
 
-What the paper leaves open, and what stands here (docs/rtpo.md says why):
+What the paper leaves open, and our choice (reasons in docs/rtpo.md):
   1. Clip range and epochs: those of train_grpo.py.
-  2. More boundaries than --group pays for: a seeded uniform choice of each question's is kept.
+  2. More boundaries than --group pays for: a seeded uniform choice of each question's boundaries.
 Departures from the paper: those of train_grpo.py (its DEPARTS 1 and 3). So there is no KL term by default; the paper starts with a
 coefficient of 0.02 (--kl_coef 0.02).
 
@@ -21,18 +21,29 @@ Shapes: G trajectories of a group, K turns of a trajectory, T tokens of a batch,
 """
 
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import stdev
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import tasks
 from common import ranks, run
 from common.args import Shared, parse_args
+from common.turns import Group
+
+if TYPE_CHECKING:  # torch is imported in main: --help answers without it
+    from torch import Tensor
+
+    from common.batch import Batch
+    from common.log import Log
+    from common.policy import Policy
+    from common.rollout import Engine
+    from tasks.task import Task
 
 
 @dataclass
 class Args(Shared):
-    """The flags that this script reads itself. The others are in common/args.py."""
+    """The flags that this script reads. The others are in common/args.py."""
 
     questions: int = 64
     """questions a step, over all ranks"""
@@ -82,11 +93,11 @@ class Args(Shared):
             )
 
 
-def collect(engine, task, args):
+def collect(engine: "Engine", task: "Task", args: Args) -> Iterator[list[Group]]:
     """Yield the siblings of the last turn, then of the turn before, down to the first.  Algorithm 1
 
-    main updates the policy between two yields, and the engine then samples with the newest: nothing is reused. The trunks come with the
-    first phase, to be logged. Every rank yields equally often: a turn is left out when no rank has a boundary there.
+    main updates the policy after each yield; the engine then samples with the newest policy. The first phase also has the trunks, so that
+    they are logged. Every rank yields equally often: a turn is skipped only if no rank has a boundary there.
     """
     trunks = engine.rollout(task, task.take(args.questions), args.trunks, progress="trunks")
     boundaries = [boundary for group in trunks for boundary in choose_boundaries(group, args)]
@@ -97,8 +108,8 @@ def collect(engine, task, args):
             trunks = []
 
 
-def choose_boundaries(group, args):
-    """The boundaries (group, trunk, turn) of a question's trunks; when --group cannot pay for all, a seeded uniform choice of them."""
+def choose_boundaries(group: Group, args: Args) -> list[tuple[Group, int, int]]:
+    """Return the boundaries (group, trunk, turn) of a question's trunks; if --group cannot pay for all, a seeded uniform choice of them."""
     every = [(group, g, k) for g, trunk in enumerate(group.trajectories) for k in range(len(trunk.turns))]
     affordable = min(len(every), (args.group - args.trunks) // args.siblings)
     group.info["boundaries"], group.info["dropped"] = affordable, len(every) - affordable
@@ -106,8 +117,8 @@ def choose_boundaries(group, args):
     return sorted(rng.sample(every, affordable), key=lambda boundary: boundary[1:])
 
 
-def normalise(values, std):
-    """Standard scores (ddof 1, as Search-R1), or differences from the mean; zeros where there is nothing to compare."""
+def normalise(values: list[float], std: bool) -> list[float]:
+    """Return standard scores (ddof 1, as in Search-R1), or without std differences from the mean; zeros if all values are equal."""
     mean = sum(values) / len(values)
     centered = [v - mean for v in values]
     if len(values) < 2 or max(values) == min(values):
@@ -118,11 +129,11 @@ def normalise(values, std):
     return [c / (deviation + 1e-6) for c in centered]
 
 
-def compute_advantages(group, args):
-    """adv_GK: a sibling's outcome minus the siblings' mean on the turn of their boundary, None on all others and in trunks.  sec. 4
+def compute_advantages(group: Group, args: Args) -> tuple[list[list[float | None]], dict[str, float | None]]:
+    """Return adv_GK: a sibling's outcome minus the siblings' mean on the turn of their boundary, None on all others and in trunks.  sec. 4
 
-    Siblings that took the very same turn share their mean advantage. The gradient is the same (where the ratio is 1: in the first update
-    of a phase); but where they cancel it is 0, and no rounding error, out of which Adam would make an update of full length.
+    Siblings that took the very same turn share their mean advantage. The gradient is the same (if the ratio is 1, as in the first update
+    of a phase), but if they cancel it is exactly 0. A rounding error in its place would become an update of full length in Adam.
     """
     k = group.info.get("turn")  # of siblings; trunks have none
     taken = [None if k is None else t.turns[k].action_ids for t in group.trajectories]
@@ -138,18 +149,18 @@ def compute_advantages(group, args):
     return adv_GK, stats
 
 
-def prepare(batch, policy, args):
-    """Fill batch.old where the policy moves within a phase, and batch.ref where there is a KL term; before any update."""
+def prepare(batch: "Batch", policy: "Policy", args: Args) -> None:
+    """Fill batch.old if the policy is updated more than once in a phase, and batch.ref if there is a KL term; before any update."""
     if args.epochs * args.minibatches > 1:
         batch.old = policy.logps(batch, grad=False)
     if args.kl_coef:  # DEPARTS 1
         batch.ref = policy.logps(batch, adapter=False, grad=False)
 
 
-def token_weights(batch, total, args):
-    """weight (T,) of each trained token in the loss of one optimizer step; total(x) sums a number over ranks.
+def token_weights(batch: "Batch", total: Callable, args: Args) -> "Tensor":
+    """Return the weight (T,) of each trained token in the loss of one optimizer step; total(x) sums a number over ranks.
 
-    Fixed before the step is split into micro-batches. Tokens without signal (advantage 0) stay in the denominator.
+    Tokens without signal (advantage 0) stay in the denominator.
     """
     mask = batch.mask.float()
     if args.average == "token":  # DEPARTS 2
@@ -161,8 +172,8 @@ def token_weights(batch, total, args):
     return share / max(total(share.sum()), 1)
 
 
-def policy_loss(logp, batch, args):
-    """Clipped surrogate, eq. (3), plus KL to the reference, eq. (4). Returns the weighted sum over tokens, and sums to log."""
+def policy_loss(logp: "Tensor", batch: "Batch", args: Args) -> tuple["Tensor", dict[str, "Tensor"]]:
+    """Return the clipped surrogate, eq. (3), plus KL to the reference, eq. (4), as a weighted sum over tokens, and sums to log."""
     old = logp.detach() if batch.old is None else batch.old
     log_ratio = (logp - old) * batch.mask
     if args.ratio != "token":
@@ -186,8 +197,8 @@ def policy_loss(logp, batch, args):
     return policy, stats
 
 
-def evaluate(engine, task, args, log, step):
-    """One greedy trajectory for each held-out question, shared out over ranks."""
+def evaluate(engine: "Engine", task: "Task", args: Args, log: "Log", step: int) -> None:
+    """Sample one greedy trajectory for each held-out question, divided among the ranks, and log them."""
     with log.timed("evaluate"):
         held_out = task.held_out[ranks.rank() :: ranks.world_size()]
         groups = engine.rollout(task, held_out, 1, greedy=True, progress="evaluation")
@@ -195,7 +206,7 @@ def evaluate(engine, task, args, log, step):
     log.samples(step, "eval", groups)
 
 
-def main(args):
+def main(args: Args) -> None:
     from common import checkpoint  # here and not above: --help answers without torch
     from common.batch import pack
     from common.log import Log

@@ -1,39 +1,50 @@
 """TSPO for language models that search over several turns: train_grpo.py, and a reward for the turn that finds the answer.
 
-Turn-level stage-aware policy optimisation (TSPO, arXiv:2601.22776v2) looks at groups in which every trajectory is wrong. GRPO learns
-nothing from them. TSPO rewards the turn whose retrieved text first holds a gold answer (FOLR, first-occurrence latent reward), so that
+Turn-level stage-aware policy optimisation (TSPO, arXiv:2601.22776v2) changes groups in which every trajectory is wrong. GRPO learns
+nothing from them. TSPO rewards the turn whose retrieved text first holds a gold answer (FOLR, first-occurrence latent reward), so
 a near miss counts for more than a failure, and compares these rewards turn by turn within the group. It needs no reward model and
-no further samples: the gold answer of the question is enough. All other groups are trained as in GRPO.
+no further samples, only the gold answer of the question. All other groups are trained as in GRPO.
 
     python train_tspo.py --model tiny --task tiny_search             # a laptop without a GPU, minutes
     torchrun --nproc_per_node 8 train_tspo.py --model Qwen2.5-3B --task questions.jsonl --corpus documents.jsonl
 
 Diff it against train_grpo.py. Overrides: imports, compute_advantages.
 
-What the public sources of the paper leave open, and what stands here (docs/tspo.md says why):
-  1. Which turns are rewarded: the one of the first occurrence (--folr_scope at), not those before it.
-  2. What a turn is compared with: the same turn of the group's other trajectories (--norm_set turn_index), as far as they have one.
+What the public sources of the paper leave open, and our choice (reasons in docs/tspo.md):
+  1. Which turns are rewarded: that of the first occurrence (--folr_scope at), not those before it.
+  2. What a turn is compared with: the same turn of the group's other trajectories (--norm_set turn_index), if they have one.
   3. How a gold is found: as a substring in normal form (--match), golds of any kind (--trivial_golds).
-  4. The size of the reward (--folr_alpha): without effect as long as advantages are divided by their deviation.
+  4. The size of the reward (--folr_alpha): it has no effect while advantages are divided by their deviation.
 Departures from the paper: those of train_grpo.py (its DEPARTS 1 to 3).
 
 Shapes: G trajectories of a group, K turns of a trajectory, T tokens of a batch, laid end to end without padding.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import tasks
 from common import ranks, run
 from common.args import Shared, parse_args
+from common.turns import Group, Question, Trajectory
 from tasks import scores
 from tools.search import documents_in
+
+if TYPE_CHECKING:  # torch is imported in main: --help answers without it
+    from torch import Tensor
+
+    from common.batch import Batch
+    from common.log import Log
+    from common.policy import Policy
+    from common.rollout import Engine
+    from tasks.task import Task
 
 
 @dataclass
 class Args(Shared):
-    """The flags that this script reads itself. The others are in common/args.py."""
+    """The flags that this script reads. The others are in common/args.py."""
 
     questions: int = 64
     """questions a step, over all ranks"""
@@ -80,13 +91,13 @@ class Args(Shared):
     """what a turn is compared with: the same turn of the others, all turns, or the same turn with 0 for those that had ended"""
 
 
-def collect(engine, task, args):
-    """Yield the groups of each phase. main updates the policy between two yields, and the engine then samples with the newest."""
+def collect(engine: "Engine", task: "Task", args: Args) -> Iterator[list[Group]]:
+    """Yield the groups of each phase. main updates the policy after each yield; the engine then samples with the newest policy."""
     yield engine.rollout(task, task.take(args.questions), args.group, progress="rollouts")
 
 
-def normalise(values, std):
-    """Standard scores (ddof 1, as Search-R1), or differences from the mean; zeros where there is nothing to compare."""
+def normalise(values: list[float], std: bool) -> list[float]:
+    """Return standard scores (ddof 1, as in Search-R1), or without std differences from the mean; zeros if all values are equal."""
     mean = sum(values) / len(values)
     centered = [v - mean for v in values]
     if len(values) < 2 or max(values) == min(values):
@@ -97,7 +108,7 @@ def normalise(values, std):
     return [c / (deviation + 1e-6) for c in centered]
 
 
-def golds_to_find(question, trivial_golds):
+def golds_to_find(question: Question, trivial_golds: str) -> tuple[list[str], set[str]]:
     """Return (golds in normal form that count as found, the trivial ones of them): yes, no, and golds that the question itself holds."""
     text = scores.normal_form(question.text)
     golds = {gold for gold in map(scores.normal_form, question.golds) if gold}
@@ -105,7 +116,7 @@ def golds_to_find(question, trivial_golds):
     return sorted(golds - trivial) + sorted(trivial if trivial_golds == "count" else ()), trivial
 
 
-def first_occurrence(trajectory, golds, match):
+def first_occurrence(trajectory: Trajectory, golds: list[str], match: str) -> tuple[int | None, str | None]:
     """Return (turn, gold): the first turn whose tool output holds a gold, and which one; (None, None) where none does."""
     edge = {"substring": "", "word": " "}[match]
     for k, turn in enumerate(trajectory.turns):
@@ -115,16 +126,14 @@ def first_occurrence(trajectory, golds, match):
     return None, None
 
 
-def folr(trajectory, hit, args):
+def folr(trajectory: Trajectory, hit: int | None, args: Args) -> list[float]:
     """Return one reward per turn: --folr_alpha for the turn of the first occurrence (upto: and those before it), else 0."""
-    turns = range(len(trajectory.turns))
-    if hit is None:
-        return [0.0 for _ in turns]
-    return [args.folr_alpha * (k == hit or (k < hit and args.folr_scope == "upto")) for k in turns]
+    rewarded = () if hit is None else range(hit + 1) if args.folr_scope == "upto" else (hit,)
+    return [args.folr_alpha * (k in rewarded) for k in range(len(trajectory.turns))]
 
 
-def normalise_turns(values_GK, norm_set, std):
-    """One number per turn as standard scores over the group's same turns (padded: 0 for those that had ended), or pooled over all."""
+def normalise_turns(values_GK: list[list[float]], norm_set: str, std: bool) -> list[list[float]]:
+    """Return standard scores of turns over the group's same turns (padded: 0 for those that had ended), or pooled over all turns."""
     standard_GK = [[0.0] * len(values_K) for values_K in values_GK]
     places = [(g, k) for g, values_K in enumerate(values_GK) for k in range(len(values_K))]
     longest = max(map(len, values_GK))
@@ -137,8 +146,8 @@ def normalise_turns(values_GK, norm_set, std):
     return standard_GK
 
 
-def compute_advantages(group, args):
-    """adv_GK: GRPO's where an answer was right; where all are wrong, first-occurrence rewards compared turn by turn.  TSPO sec. 3"""
+def compute_advantages(group: Group, args: Args) -> tuple[list[list[float | None]], dict[str, float | None]]:
+    """Return adv_GK: GRPO's if an answer is right; if all are wrong, first-occurrence rewards compared turn by turn.  TSPO sec. 3"""
     adv_G = normalise([t.outcome for t in group.trajectories], args.adv_std)
     adv_GK = [[adv] * len(t.turns) for adv, t in zip(adv_G, group.trajectories)]
     golds, trivial = golds_to_find(group.question, args.trivial_golds)
@@ -165,18 +174,18 @@ def folr_stats(group, hits, trivial, revived, args):
     return stats
 
 
-def prepare(batch, policy, args):
-    """Fill batch.old where the policy moves within a phase, and batch.ref where there is a KL term; before any update."""
+def prepare(batch: "Batch", policy: "Policy", args: Args) -> None:
+    """Fill batch.old if the policy is updated more than once in a phase, and batch.ref if there is a KL term; before any update."""
     if args.epochs * args.minibatches > 1:
         batch.old = policy.logps(batch, grad=False)
     if args.kl_coef:  # DEPARTS 1
         batch.ref = policy.logps(batch, adapter=False, grad=False)
 
 
-def token_weights(batch, total, args):
-    """weight (T,) of each trained token in the loss of one optimizer step; total(x) sums a number over ranks.
+def token_weights(batch: "Batch", total: Callable, args: Args) -> "Tensor":
+    """Return the weight (T,) of each trained token in the loss of one optimizer step; total(x) sums a number over ranks.
 
-    Fixed before the step is split into micro-batches. Tokens without signal (advantage 0) stay in the denominator.
+    Tokens without signal (advantage 0) stay in the denominator.
     """
     mask = batch.mask.float()
     if args.average == "token":  # DEPARTS 2
@@ -188,8 +197,8 @@ def token_weights(batch, total, args):
     return share / max(total(share.sum()), 1)
 
 
-def policy_loss(logp, batch, args):
-    """Clipped surrogate, eq. (3), plus KL to the reference, eq. (4). Returns the weighted sum over tokens, and sums to log."""
+def policy_loss(logp: "Tensor", batch: "Batch", args: Args) -> tuple["Tensor", dict[str, "Tensor"]]:
+    """Return the clipped surrogate, eq. (3), plus KL to the reference, eq. (4), as a weighted sum over tokens, and sums to log."""
     old = logp.detach() if batch.old is None else batch.old
     log_ratio = (logp - old) * batch.mask
     if args.ratio != "token":
@@ -213,8 +222,8 @@ def policy_loss(logp, batch, args):
     return policy, stats
 
 
-def evaluate(engine, task, args, log, step):
-    """One greedy trajectory for each held-out question, shared out over ranks."""
+def evaluate(engine: "Engine", task: "Task", args: Args, log: "Log", step: int) -> None:
+    """Sample one greedy trajectory for each held-out question, divided among the ranks, and log them."""
     with log.timed("evaluate"):
         held_out = task.held_out[ranks.rank() :: ranks.world_size()]
         groups = engine.rollout(task, held_out, 1, greedy=True, progress="evaluation")
@@ -222,7 +231,7 @@ def evaluate(engine, task, args, log, step):
     log.samples(step, "eval", groups)
 
 
-def main(args):
+def main(args: Args) -> None:
     from common import checkpoint  # here and not above: --help answers without torch
     from common.batch import pack
     from common.log import Log

@@ -16,9 +16,7 @@ from common import ending, ranks, run
 
 class AdapterStore:
     """The folder of published adapters: memory-backed if there is room, else in the run directory. One copy per node.
-
-    A live run holds the lock of its folder; folders left behind by dead runs are removed.
-    """
+    A live run holds the lock of its folder; folders left behind by dead runs are removed."""
 
     def __init__(self, policy, args):
         need = 3 * sum(p.numel() * p.element_size() for p in policy.parameters)

@@ -117,13 +117,14 @@ class Shared(Sampling):
     """scale of the adapter, divided by its rank"""
 
 
+Flags = TypeVar("Flags", bound=Sampling)  # a script's Args
 LIMITS = (  # (flag, check, error message)
     ("group", lambda v: v >= 2, "a group needs at least 2 trajectories to compare"),
     ("temperature", lambda v: v > 0, "sampling needs more than 0; evaluation is always greedy"),
-    ("questions", lambda v: v >= 1, "at least one question a step"),
+    ("questions", lambda v: v >= 1, "at least one question per step"),
     ("steps", lambda v: v >= 1, "at least one step"),
     ("max_turns", lambda v: v >= 1, "at least one generation"),
-    ("max_turn_tokens", lambda v: v >= 1, "at least one token a generation"),
+    ("max_turn_tokens", lambda v: v >= 1, "at least one token per generation"),
     ("max_observation_tokens", lambda v: v >= 16, "at least 16, because the tags need most of them"),
     ("lora_rank", lambda v: 1 <= v <= 512, "the engine takes adapters of rank 1 to 512"),
     ("lora_alpha", lambda v: v > 0, "must be above 0, or the adapter has no effect"),
@@ -133,7 +134,7 @@ LIMITS = (  # (flag, check, error message)
     ("shots", lambda v: 0 <= v <= 2, "there are 2 worked examples"),
     ("epochs", lambda v: v >= 1, "at least one"),
     ("minibatches", lambda v: v >= 1, "at least one"),
-    ("topk", lambda v: v >= 1, "at least one document a search"),
+    ("topk", lambda v: v >= 1, "at least one document per search"),
     ("limit", lambda v: v >= 0, "0 (all) or a number of questions"),
     ("gpu_memory", lambda v: 0 < v < 1, "a share between 0 and 1"),
     ("tool_timeout", lambda v: v > 0, "must be above 0 seconds"),
@@ -150,14 +151,8 @@ MAY_CHANGE = (
 )
 
 
-Flags = TypeVar("Flags", bound=Sampling)  # the Args class of a script
-
-
 def parse_args(Args: type[Flags], argv: list[str] | None = None) -> Flags:
-    """Parse the script's flags. Defaults come from the embedded model's preset or, with --resume, from the run.
-
-    Raises SystemExit for values that cannot work.
-    """
+    """Parse flags. Defaults are the embedded model's preset or the resumed run. Raises SystemExit for bad values."""
     import tyro
 
     # Set before these libraries are imported: they would warn about NUMA nodes and an optional kernel in every run.
@@ -194,9 +189,7 @@ def parse_args(Args: type[Flags], argv: list[str] | None = None) -> Flags:
 def begun_with(Args: type[Flags], folder: Path) -> Flags:
     """Return the flags the run in `folder` was started with. Raises SystemExit if there is no run to resume."""
     if (folder / "common").is_dir() and not (folder / "tasks").is_dir():
-        raise SystemExit(
-            f"--resume: {folder} is of an older version. Use that one (environment.json) or another --out."
-        )
+        raise SystemExit(f"--resume: {folder} is of an older version: use that (environment.json) or another --out.")
     try:
         begun = json.loads((folder / "args.json").read_text())
         return Args(**begun)
@@ -204,9 +197,7 @@ def begun_with(Args: type[Flags], folder: Path) -> Flags:
         raise SystemExit(f"--resume: no run in {folder}. Start it without --resume, or correct --out.") from None
     except TypeError:
         unknown = sorted(set(begun) - {f.name for f in dataclasses.fields(Args)})
-        raise SystemExit(
-            f"--resume: {folder} is of another script or version: it has --{' --'.join(unknown)}."
-        ) from None
+        raise SystemExit(f"--resume: {folder}: another script or version: it has --{' --'.join(unknown)}.") from None
 
 
 def check(args: Sampling) -> None:
@@ -219,9 +210,7 @@ def check(args: Sampling) -> None:
     if missing:
         raise SystemExit(f"--{' --'.join(missing)}: not installed: .venv/bin/pip install {' '.join(missing)}")
     if given.get("minibatches", 1) > given.get("questions", 1):
-        raise SystemExit(
-            f"--minibatches {args.minibatches}: no more than --questions ({args.questions}), a group each."
-        )
+        raise SystemExit(f"--minibatches {args.minibatches}: at most --questions ({args.questions}), one per group.")
     if given.get("load_4bit") and given.get("dtype") == "float32":
         raise SystemExit("--load_4bit computes in bfloat16: leave --dtype out.")
     if args.adapter and not args.resume and not (Path(args.adapter) / "adapter_config.json").exists():

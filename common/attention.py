@@ -50,7 +50,7 @@ class _TokenLogps(torch.autograd.Function):
 def token_logps(
     hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, moments: Sequence[str] = ()
 ) -> tuple[Tensor, ...]:
-    """Return log-probabilities of ids (N,) under softmax(hidden @ weight.T / temperature), then `moments`, (N,) each.
+    """Return float32 log-probabilities of ids under softmax(hidden @ weight.T / temperature), and `moments`: (N,) each.
 
     Works in chunks of tokens, so the (N, V) matrix never exists. The output layer is frozen: the gradient for a token's
     hidden state, weight[id] - softmax @ weight, is computed in the forward pass, and nothing is computed twice.
@@ -58,17 +58,12 @@ def token_logps(
     return _TokenLogps.apply(hidden, weight, ids, temperature, tuple(moments))
 
 
-# ---- attention over segments
-
-
 def register_segment_attention() -> None:
     """Make attn_implementation="segments" known to transformers."""
     AttentionInterface.register("segments", segment_attention)
 
 
-def segment_attention(
-    module, query: Tensor, key: Tensor, value: Tensor, attention_mask, scaling=None, segments=None, **kwargs
-) -> tuple[Tensor, None]:
+def segment_attention(module, query, key, value, attention_mask, scaling=None, segments=None, **kwargs):
     """Compute exact causal attention within each packed segment, without an n^2 mask. Returns (1, T, heads, head_dim).
 
     query, key, value: (1, heads, T, head_dim); segments: [(start, end), ...] that cover T in order.

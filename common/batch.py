@@ -1,7 +1,7 @@
 """Pack groups of trajectories into a Batch of tensors.
 
 Token in, token out: `pack` joins the exact ids the engine was given and those it sampled; nothing is re-encoded or
-re-templated. Masks come from positions, not from token ids: a sampled end token is trained even if it equals the padding.
+re-templated. Masks come from positions, not token ids: a sampled end token is trained even if it equals the padding.
 
 Shapes: G trajectories of a group, K turns of a trajectory, T tokens of a batch (all rows laid end to end, no padding).
 """
@@ -27,8 +27,8 @@ class Segment:
 
 @dataclass
 class Batch:
-    """Per-token tensors of shape (T,) and the segments they form. Index t always means token t itself: sampler[t],
-    old[t] and the policy's log-probability at t are those of ids[t] given the tokens it attends to.
+    """Per-token tensors (T,) and the segments they form. Index t always means token t: sampler[t], old[t] and the
+    policy's log-probability at t are those of ids[t] given the tokens it attends to.
 
     ids, position      int    token id; position in its row, from 0
     mask, action       bool   trained; sampled by the policy (the actions of a turn with advantage None are not trained)
@@ -102,10 +102,8 @@ class Batch:
         return [self.select(indices) for indices in bins]
 
     def minibatches(self, count: int, questions: int) -> list["Batch"]:
-        """Split by whole groups into exactly `count` parts, so that ranks stay in step; parts may be empty.
-
-        A group's part depends on its place among the `questions` of a step on all ranks, not on the number of ranks.
-        """
+        """Split by whole groups into exactly `count` parts, so that ranks stay in step; parts may be empty. A group's
+        part depends on its place among the `questions` of a step over all ranks, not on the number of ranks."""
         parts = [[] for _ in range(count)]
         for index, segment in enumerate(self.segments):
             place = self.draws[int(self.group[segment.start])] % questions
@@ -113,7 +111,7 @@ class Batch:
         return [self.select(indices) for indices in parts]
 
     def mean_by(self, values: Tensor, by: str) -> Tensor:
-        """Average values (T,) over the trained tokens of each "turn" or "trajectory". Returns (T,), 0 elsewhere."""
+        """Average values (T,) over the trained tokens of each "turn" or "trajectory". Returns (T,)."""
         index, size = self._index(by)
         count = values.new_zeros(size).index_add_(0, index, self.mask.to(values.dtype)).clamp(min=1)
         total = values.new_zeros(size).index_add_(0, index, values * self.mask)
@@ -125,10 +123,8 @@ class Batch:
         return self.adv.new_zeros(size).index_add_(0, index, self.mask.to(self.adv.dtype))[index]
 
     def _index(self, by):
-        """Return a slot number for each token's turn or trajectory, and the number of slots.
-
-        Rows do not matter: a trajectory may have several. Tokens outside actions (turn -1) get its slot 0.
-        """
+        """Return a slot number for each token's turn or trajectory, and the number of slots. Rows do not matter, as a
+        trajectory may have several. Tokens outside actions (turn -1) get slot 0 of their trajectory."""
         size = int(self.trajectory.max()) + 1 if len(self) else 0
         if by == "trajectory":
             return self.trajectory, size
@@ -139,7 +135,7 @@ class Batch:
 def pack(groups: list[Group], advantages: list[list[list[float | list[float] | None]]]) -> Batch:
     """Lay out the trajectories of `groups` as rows of tokens.
 
-    advantages[p][g][k]: of turn k of trajectory g of group p: a number, a list with one number per action token, or None
+    advantages[p][g][k]: of turn k of trajectory g of group p: a number, a list of one number per action token, or None
     for a turn that is context only. A turn whose context extends the row so far is appended to it; otherwise (the model
     was shown another history) a new row starts. A row ends at its last trained token: later tokens have no gradient.
     """

@@ -1,8 +1,8 @@
-"""Checkpoints: what a run needs to go on as if it had never stopped.
+"""Checkpoints: all that a run needs to resume as if it had never stopped.
 
-checkpoints/step-N/ holds adapter/ (a normal PEFT adapter) and state.pt (optimizer, random states of every rank, position in the data,
-lengths of metrics.jsonl and samples.jsonl, best evaluation). It is written beside and renamed when it is whole. adapter and
-adapter-best are links to the adapters of the last and of the best one. The learning rate is constant: there is no schedule to keep.
+checkpoints/step-N/ holds adapter/ (a normal PEFT adapter) and state.pt (optimizer, random states of every rank, the
+position in the data, sizes of metrics.jsonl and samples.jsonl, best evaluation); it gets that name when complete.
+adapter and adapter-best link to the last and the best adapter. The learning rate is constant: no schedule is saved.
 """
 
 import io
@@ -12,23 +12,30 @@ import shlex
 import shutil
 import sys
 import threading
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy
 import torch
 
 from common import ending, ranks, run
+from common.args import Shared
+from common.log import Log
+
+if TYPE_CHECKING:
+    from common.policy import Policy
 
 
 class Saver:
-    """Keeps the state after every finished step in host memory, and writes it when it is due or when the run ends before its time.
+    """Keeps the state after every finished step in host memory; writes it when it is due or when the run ends early.
 
     done          the last finished step, None before the first evaluation
-    save(line)    after each step, with its line of metrics; all ranks together
+    save(line)    call after each step, with its line of metrics, on all ranks
     """
 
-    def __init__(self, args, policy, task, log, last=None):
-        """last: the checkpoint to restore everything from, for a run that is resumed."""
+    def __init__(self, args: Shared, policy: "Policy", task, log: Log, last: Path | None = None):
+        """last: the checkpoint to resume from. task: an Environment with `fingerprint` and `position`."""
         self.args, self.policy, self.task, self.log = args, policy, task, log
         self.folder = run.directory(args) / "checkpoints"
         self.done, self.best = None, None  # best: (held-out exact match, step)
@@ -37,21 +44,19 @@ class Saver:
         self.written, self.lock = None, threading.Lock()
         data = set(ranks.gather([task.fingerprint]))
         if ranks.from_rank_0(len(data) > 1):
-            raise SystemExit(
-                "The ranks do not have the same questions, documents and way to run Python: a machine differs."
-            )
+            raise SystemExit("The machines differ: ranks have different questions, documents or Python sandboxes.")
         if last:
             self._restore(last)
         if ranks.rank() == 0:
             ending.at_end(self.rescue)
 
-    def steps(self):
-        """The steps that are left, begun with the random states of the last one."""
+    def steps(self) -> Iterable[int]:
+        """Return the remaining steps, after restoring the random states of the checkpoint."""
         if self.random and ranks.rank() < len(self.random):
             set_random_states(self.random[ranks.rank()])
         return self.log.steps(self.done)
 
-    def save(self, line):
+    def save(self, line: dict) -> None:
         step, score = line["step"], line["eval/em"]
         better = score is not None and (self.best is None or score > self.best[0])
         best = (score, step) if better else self.best
@@ -73,8 +78,8 @@ class Saver:
         if better or step in (0, self.args.steps) or (self.args.save_every and step % self.args.save_every == 0):
             self.write()
 
-    def write(self):
-        """Write the remembered state. Raises OSError when the disk takes nothing for run.PATIENCE seconds."""
+    def write(self) -> None:
+        """Write the state in memory to disk. Raises OSError if no write succeeds for run.PATIENCE seconds."""
         with self.lock:
             if self.state and self.state[0] != self.written:
                 step, best, adapter, state = self.state
@@ -82,29 +87,29 @@ class Saver:
                 run.retry_write(f"the links to the checkpoint of step {step}", lambda: self._tidy(best))
 
     def _write(self, step, adapter, state):
-        target, beside = self.folder / f"step-{step}", self.folder / "unfinished"
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-        self.policy.save_adapter(beside / "adapter", adapter)
-        (beside / "state.pt").write_bytes(state)
-        for path in (*self.folder.parent.glob("*.jsonl"), *beside.rglob("*"), beside):
+        target, unfinished = self.folder / f"step-{step}", self.folder / "unfinished"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        self.policy.save_adapter(unfinished / "adapter", adapter)
+        (unfinished / "state.pt").write_bytes(state)
+        for path in (*self.folder.parent.glob("*.jsonl"), *unfinished.rglob("*"), unfinished):
             flush(path)
-        beside.rename(target)
+        unfinished.rename(target)
         flush(self.folder)
         self.written = step
 
     def _tidy(self, best):
-        """Point the links at the last and the best checkpoint, then remove what is not kept, and what a kill left unfinished."""
+        """Point the links at the last and the best checkpoint; remove unfinished ones and those beyond --keep."""
         shutil.rmtree(self.folder / "unfinished", ignore_errors=True)
         paths = sorted(self.folder.glob("step-*"), key=run.step_of)
         best = self.folder / f"step-{best[1]}" if best else paths[-1]
         for name, path in (("adapter", paths[-1]), ("adapter-best", best)):
-            link, beside = self.folder.parent / name, self.folder.parent / f".{name}"
-            if link.is_dir() and not link.is_symlink():  # the directory was copied with its links followed
+            link, temporary = self.folder.parent / name, self.folder.parent / f".{name}"
+            if link.is_dir() and not link.is_symlink():  # in a copy of the run directory that followed its links
                 shutil.rmtree(link)
-            beside.unlink(missing_ok=True)
-            beside.symlink_to(Path("checkpoints") / path.name / "adapter")
-            beside.replace(link)
+            temporary.unlink(missing_ok=True)
+            temporary.symlink_to(Path("checkpoints") / path.name / "adapter")
+            temporary.replace(link)
         for path in paths[: -self.args.keep] if self.args.keep else []:
             if path != best:
                 shutil.rmtree(path, ignore_errors=True)
@@ -112,9 +117,7 @@ class Saver:
     def _restore(self, path):
         state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
         if state.get("data") != self.task.fingerprint:
-            raise SystemExit(
-                f"--resume: questions, corpus or Python (its kind, --tool_timeout) are not those {self.folder.parent} was begun with."
-            )
+            raise SystemExit("--resume: questions, corpus or Python (kind, --tool_timeout) are not those of the run.")
         self.done = self.written = state["step"]
         self.best, self.random = state["best"], state["random"]
         self.task.position = state["questions"]
@@ -122,17 +125,15 @@ class Saver:
         self.log.restore(state["log"], self.done)
         if ranks.rank() == 0:
             if len(self.random) != ranks.world_size():
-                run.notice(
-                    f"begun on {len(self.random)} ranks, goes on on {ranks.world_size()}: same samples, other rounding"
-                )
+                run.notice(f"{ranks.world_size()} ranks instead of {len(self.random)}: same samples, other rounding")
             if self.done >= self.args.steps:
-                run.notice(f"complete with {self.done} steps: a larger --steps goes on")
+                run.notice(f"all {self.done} steps are done: continue with a larger --steps")
             self._tidy(self.best)
 
-    def rescue(self):
-        """When the run ends before its time: write the last finished step. Returns how to go on, in words."""
+    def rescue(self) -> str | None:
+        """Save the last finished step of a run that ends early. Returns how to resume it, or None if it is complete."""
         if self.done is None:
-            return "Nothing had been finished yet: start it again as before."
+            return "No step was finished: start it again as before."
         if self.done >= self.args.steps and self.written == self.done:
             return None
         try:
@@ -142,11 +143,11 @@ class Saver:
             failed = f"Step {self.done} could not be saved ({error}). "
         if self.written is None:
             return f"{failed}Nothing is saved: start it again as before."
-        return f"{failed}Step {self.written} is saved in {self.folder}. Go on with:\n  {resume_command()}"
+        return f"{failed}Step {self.written} is saved in {self.folder}. Resume with:\n  {resume_command()}"
 
 
-def resume_command():
-    """The command that goes on with this run."""
+def resume_command() -> str:
+    """Return the command that resumes this run."""
     words = [*sys.argv, *([] if "--resume" in sys.argv else ["--resume"])]
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return shlex.join([sys.executable, *words])
@@ -156,14 +157,14 @@ def resume_command():
     return shlex.join([sys.executable, *launcher, *words])
 
 
-def random_states():
-    """The global random states of this process, as plain data and tensors."""
+def random_states() -> list:
+    """Return the global random states of this process, as plain data and tensors."""
     kind, keys, *rest = numpy.random.get_state()
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None  # of this rank's device
     return [random.getstate(), (kind, keys.tolist(), *rest), torch.get_rng_state(), cuda]
 
 
-def set_random_states(states):
+def set_random_states(states: list) -> None:
     version, numbers, gauss = states[0]
     random.setstate((version, tuple(numbers), gauss))
     numpy.random.set_state(tuple(states[1]))
@@ -172,13 +173,13 @@ def set_random_states(states):
         torch.cuda.set_rng_state(states[3])
 
 
-def flush(path):
-    """Have the system bring a file or folder to the disk: after a power cut a renamed checkpoint must not be empty."""
+def flush(path: Path) -> None:
+    """Sync a file or folder to disk: after a power cut a renamed checkpoint must not be empty."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError:
-        if not path.is_dir():  # of a folder some mounts know no such thing
+        if not path.is_dir():  # some mounts cannot sync a folder
             raise
     finally:
         os.close(descriptor)

@@ -1,22 +1,21 @@
-"""What vLLM's CPU build needs from us: an exact replacement of its LoRA operator, and a way around a fault at its start.
+"""Two fixes for vLLM's CPU build: an exact replacement of its LoRA operator, and a workaround for a fault at start-up.
 
-The CPU build gathers one copy of the adapter's matrices per token before it multiplies. With one adapter slot, and every request on
-that adapter, a plain matrix product gives the same numbers and takes a fraction of the time. This is the one place where
-Turnwise touches private names of vLLM: it is left out on another version than the one it was written against, the
-start-up self-test checks it like everything else, and TURNWISE_CPU_LORA=vllm turns it off.
-
-Never use it where requests without the adapter run beside requests with it: it would give the adapter to all of them.
+The CPU build gathers one copy of the adapter's matrices per token before it multiplies. With one adapter slot, used by
+every request, a plain matrix product gives the same numbers in a fraction of the time. Only this file touches private
+names of vLLM: versions other than WRITTEN_FOR keep their operator, the start-up self-test covers the replacement, and
+TURNWISE_CPU_LORA=vllm turns it off. Never use it where some requests have no adapter: all of them would get it.
 """
 
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
 
 WRITTEN_FOR = "0.32.0"
 
 
-def replace_lora_operator():
-    """Replace the operator where that is safe. Returns one line that says what was done, for the log."""
+def replace_lora_operator() -> str:
+    """Replace the operator where that is safe. Returns a one-line report for the log."""
     import torch
     import vllm
     from vllm.lora.punica_wrapper import punica_cpu
@@ -24,10 +23,10 @@ def replace_lora_operator():
     if os.environ.get("TURNWISE_CPU_LORA") == "vllm":
         return "CPU LoRA: vLLM's own operator (TURNWISE_CPU_LORA=vllm)"
     if not vllm.__version__.startswith(WRITTEN_FOR):
-        return f"CPU LoRA: vLLM's own, slower operator (our replacement is for vLLM {WRITTEN_FOR}, this is {vllm.__version__})"
+        return f"CPU LoRA: vLLM's own, slower operator (the replacement is for {WRITTEN_FOR}, not {vllm.__version__})"
 
     def product(x, stacked, y):
-        """x (tokens, in) times the only slot of stacked (1, [1,] out, in), in y's dtype."""
+        """Multiply x (tokens, in) by the only slot of stacked (1, [1,] out, in), in y's dtype."""
         if stacked.shape[0] != 1:
             raise RuntimeError("the CPU LoRA replacement needs max_loras=1")
         return torch.nn.functional.linear(x.to(y.dtype), stacked.reshape(stacked.shape[-2:]).to(y.dtype))
@@ -49,7 +48,7 @@ def replace_lora_operator():
     def expand_slice(x, stacked, y, indices, offset, size, add_inputs=True):
         add(y, product(x, stacked, y), offset, size, add_inputs)
 
-    # The prefill forms say in six more arguments which tokens belong to which adapter: needless with one.
+    # The prefill variants have six more arguments that map tokens to adapters: not needed with one adapter.
     def sgmv_shrink(x, stacked, y, a, b, c, d, e, f, scaling):
         shrink(x, stacked, y, None, scaling)
 
@@ -66,9 +65,9 @@ def replace_lora_operator():
 
 
 @contextlib.contextmanager
-def hidden_from_start_up():
-    """Hide one module of llvmlite (numba, bm25s) while vLLM starts: it asks every attribute of every loaded module for its `__dict__`,
-    and llvmlite's library object answers with a function of that name."""
+def hidden_from_start_up() -> Iterator[None]:
+    """Hide a module of llvmlite (numba, bm25s) while vLLM starts and reads `__dict__` of all attributes of all modules:
+    llvmlite's library object returns a function for it."""
     name = "llvmlite.binding.ffi"
     module = sys.modules.pop(name, None)
     try:

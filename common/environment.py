@@ -1,4 +1,4 @@
-"""What the rollout loop asks of a task: `Environment`, the class that every task derives from. Light on import."""
+"""The interface between rollout loop and task: `Environment`, the base class of every task. Light on import."""
 
 import math
 from dataclasses import dataclass, field
@@ -7,14 +7,12 @@ from common.turns import Question, Trajectory, Turn
 
 
 class Lost(Exception):
-    """Raised by a tool whose service is gone and stayed away: not an observation. The run saves what is finished and stops."""
+    """Raised by a tool whose service is gone. It is no observation: the run saves the last finished step and stops."""
 
 
 class Failed(Exception):
-    """A tool call that did not succeed; its text is what the model is shown. status: "error" or "timeout".
-
-    lost: nothing that the call did is left, so it is not to be among the earlier calls of the next one.
-    """
+    """Raised for a failed tool call, with the text shown to the model. status: "error" or "timeout". lost: the call
+    left no effects, so it does not count as an earlier call of the next one."""
 
     def __init__(self, text: str, status: str = "error", lost: bool = False):
         super().__init__(text)
@@ -23,7 +21,7 @@ class Failed(Exception):
 
 @dataclass
 class Action:
-    """What a generation asks for: a tool with its input, or (tool None) the final answer."""
+    """The action of a generation: a tool call with its input, or (tool None) the final answer."""
 
     tool: str | None
     text: str
@@ -31,20 +29,20 @@ class Action:
 
 @dataclass
 class Limits:
-    """Where a trajectory, a generation and a tool call end."""
+    """The limits of a trajectory, a generation and a tool call."""
 
     turns: int  # generations of a trajectory; the last one runs no tool
     turn_tokens: int  # tokens of a generation
     stop: list[str] = field(default_factory=list)  # strings that end a generation; the string itself is part of it
-    stop_ids: list[int] = field(default_factory=list)  # token ids that do
-    tool_seconds: float = math.inf  # until a tool call is given up
+    stop_ids: list[int] = field(default_factory=list)  # token ids that end a generation
+    tool_seconds: float = math.inf  # timeout of a tool call
 
 
 class Environment:
-    """The side of a trajectory that is not the model: prompts, the reading of actions, tools, observations, the score.
+    """Everything in a trajectory but the model: prompts, parsing of actions, tools, observations, the score.
 
-    The defaults are those of an environment without tools, whose generations are never answered. Methods run in the loop's
-    thread, except `call` and `finish`, which run in threads of their own, many calls at once.
+    The defaults describe an environment without tools or observations. Methods run in the loop's thread, except `call`,
+    which runs in many threads at once, and `finish`, which runs in another thread.
     """
 
     def __init__(self, tokenizer, limits: Limits):
@@ -62,28 +60,28 @@ class Environment:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def unfinished(self, turn: Turn) -> bool:
-        """Return whether a stop string ended the generation too early: it is then continued, as the same turn."""
+        """Return whether a stop string ended the generation too early: it then continues as the same turn."""
         return False
 
     def read(self, turn: Turn) -> Action | None:
-        """Return the action that the generation asks for, None where it has none. Only the turn's own text may be parsed."""
+        """Return the action of the generation, or None if it has none. Only the turn's own text may be parsed."""
         return None
 
     def call(self, turn: Turn, question: Question, earlier: list[str]) -> str:
-        """Run the turn's tool on its input. earlier: the inputs of this trajectory's earlier calls of the same tool that ran.
+        """Run the turn's tool on its input. earlier: the inputs of this trajectory's earlier calls that ran the tool.
 
-        Raises Failed for a call that did not succeed, Lost for a tool that is gone; any other exception is an observation too.
+        Raises Failed for a failed call, Lost for a tool that is gone; any other exception becomes an observation too.
         """
         raise NotImplementedError
 
     def observe(self, turn: Turn, output: str | None) -> tuple[str, list[int]]:
-        """Return (text as the model is shown it, its token ids) of a tool's output; None: the generation held no action."""
+        """Return (text shown to the model, its token ids) for a tool's output; None: the generation had no action."""
         raise NotImplementedError
 
     def next_context(self, turns: list[Turn]) -> list[int]:
-        """Return the token ids of the context of the turn after the last of `turns`."""
+        """Return the token ids of the context of the turn that follows `turns`."""
         last = turns[-1]
         return last.context_ids + last.action_ids + last.observation_ids
 
     def finish(self, trajectory: Trajectory, question: Question) -> None:
-        """Score a trajectory that has ended: set its outcome, in [0, 1], and further numbers in its info."""
+        """Score a finished trajectory: set its outcome, in [0, 1], and further numbers in its info."""

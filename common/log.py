@@ -1,4 +1,4 @@
-"""What a run writes down: metrics.jsonl, one line a step, and samples.jsonl, every trajectory."""
+"""The log of a run: metrics.jsonl, one line per step, and samples.jsonl, every trajectory."""
 
 import contextlib
 import dataclasses
@@ -8,22 +8,26 @@ import math
 import os
 import statistics
 import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common import ending, ranks, run
+from common.args import Shared
+from common.turns import Group
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from common.batch import Batch
 
 STOPS = ("answer", "max_turns", "length", "context", "invalid")
 METRICS = (
     *("step", "questions", "reward/mean", "reward/std", "reward/all_right", "reward/all_wrong"),
     *("credit/adv_abs", "credit/zero_frac"),
-    *(
-        "rollout/trajectories",
-        "rollout/sampled_tokens",
-        "rollout/turns",
-        "rollout/action_tokens",
-        "rollout/observation_tokens",
-        "rollout/tool_calls",
-    ),
-    *("rollout/tool_used", "rollout/tool_success", *(f"rollout/stop_{stop}" for stop in STOPS)),
+    *("rollout/trajectories", "rollout/sampled_tokens", "rollout/turns", "rollout/action_tokens"),
+    *("rollout/observation_tokens", "rollout/tool_calls", "rollout/tool_used", "rollout/tool_success"),
+    *(f"rollout/stop_{stop}" for stop in STOPS),
     *("loss/policy", "loss/clip_frac", "loss/kl_ref"),
     *("policy/entropy", "policy/ratio_max", "policy/sampler_absdiff", "policy/sampler_maxdiff"),
     *("policy/sampler_kl", "policy/sampler_ratio", "optim/lr", "optim/grad_norm", "optim/skipped", "optim/updates"),
@@ -35,17 +39,17 @@ METRICS = (
 
 
 class Log:
-    """metrics.jsonl (one flat line a step, every key on every line, null where not measured) and samples.jsonl.
+    """Writer of metrics.jsonl (one flat line per step with every key, null if not measured) and samples.jsonl.
 
-    mean(key, value, weight) is averaged over everything it is given in a step, on all ranks (None: nothing measured, but the key is
-    there); max(key, value) is the largest.
+    mean(key, value, weight)  log the average over a step and all ranks; value None: null unless there are others
+    max(key, value)           log the maximum
     """
 
-    def __init__(self, args, last=None):
-        """last: the checkpoint that the run is resumed from."""
+    def __init__(self, args: Shared, last: Path | None = None):
+        """last: the checkpoint to resume from."""
         self.args, self.folder = args, run.directory(args)
         self.sums, self.maxima, self.quiet, self.bar, self.shown = {}, {}, [], None, {}
-        # Of each update of a step, and of the one under way: whether this rank has had something to train.
+        # Whether this rank had tokens to train: in each update of the step, and in the current one.
         self.updates, self.trained = [], False
         self.started = time.monotonic()
         self.mirrors = []
@@ -53,7 +57,7 @@ class Log:
             if args.wandb:
                 import wandb
 
-                begun = (self.folder / "environment.json").read_bytes()  # a resumed run goes on in the same wandb run
+                begun = (self.folder / "environment.json").read_bytes()  # --resume continues the same wandb run
                 name = hashlib.blake2b(begun, digest_size=8).hexdigest()
                 config = dataclasses.asdict(args)
                 wandb.init(project="turnwise", name=self.folder.name, id=name, config=config, resume="allow")
@@ -61,54 +65,52 @@ class Log:
             if args.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
-                beyond = run.step_of(last) + 1 if last else None  # hidden, as it is cut off here
-                writer = SummaryWriter(str(self.folder / "tensorboard"), flush_secs=10, purge_step=beyond)
+                purged = run.step_of(last) + 1 if last else None  # hides the steps that `restore` cuts off
+                writer = SummaryWriter(str(self.folder / "tensorboard"), flush_secs=10, purge_step=purged)
                 ending.at_end(writer.flush)
                 self.mirrors.append(lambda line: [writer.add_scalar(k, v, line["step"]) for k, v in line.items()])
 
-    def steps(self, done):
-        """The steps after `done`, up to --steps, with a progress bar that shows the last reward and the last evaluation."""
+    def steps(self, done: int) -> Iterable[int]:
+        """Return the steps after `done`, up to --steps, as a progress bar with the last reward and evaluation."""
         from tqdm import tqdm
 
         left = range(done + 1, self.args.steps + 1)
         self.bar = tqdm(left, desc="steps", initial=done, total=self.args.steps, disable=ranks.rank() > 0)
         return self.bar
 
-    def state(self):
-        """What a checkpoint keeps: the counters of the warnings, and how long the files are (rank 0)."""
+    def state(self) -> dict:
+        """Return the log's part of a checkpoint: the counters of the warnings, and the file sizes (rank 0)."""
         paths = (self.folder / name for name in ("metrics.jsonl", "samples.jsonl"))
         return {"quiet": self.quiet, "sizes": {path.name: path.stat().st_size for path in paths if path.exists()}}
 
-    def restore(self, state, step):
-        """Go on after `step`: what the files hold beyond it is cut off, so that every step stands once."""
+    def restore(self, state: dict, step: int) -> None:
+        """Resume after `step`: cut off later lines, so that the files have every step once."""
         self.quiet = state["quiet"]
         if ranks.rank() > 0:
             return
         for name, size in state["sizes"].items():
             path = self.folder / name
             if not path.exists() or path.stat().st_size < size:
-                raise SystemExit(
-                    f"--resume: {path} is shorter than when step {step} was saved: lines of it are missing."
-                )
+                raise SystemExit(f"--resume: {path} is shorter than when step {step} was saved: it has lost lines.")
             os.truncate(path, size)
 
-    def mean(self, key, value, weight=1.0):
+    def mean(self, key: str, value: float | None, weight: float = 1.0) -> None:
         total, count = self.sums.get(key, (0.0, 0.0))
         self.sums[key] = (total, count) if value is None else (total + float(value) * weight, count + weight)
 
-    def max(self, key, value):
+    def max(self, key: str, value: float) -> None:
         self.maxima[key] = nan_max([self.maxima.get(key, -math.inf), float(value)])
 
     @contextlib.contextmanager
-    def timed(self, key):
-        """A block whose seconds are added to time/<key> (of the slowest rank)."""
+    def timed(self, key: str) -> Iterator[None]:
+        """Add the seconds of the block to time/<key> (of the slowest rank)."""
         start = time.monotonic()
         yield
         seconds, _ = self.sums.get(f"time/{key}", (0.0, 1.0))
         self.sums[f"time/{key}"] = seconds + time.monotonic() - start, 1.0
 
-    def time_each(self, key, items):
-        """Yield the items; the seconds that an iterator takes to make each are added to time/<key>."""
+    def time_each(self, key: str, items: Iterable) -> Iterator:
+        """Yield the items, and add the seconds that each takes to make to time/<key>."""
         items = iter(items)
         while True:
             with self.timed(key):
@@ -117,12 +119,9 @@ class Log:
                 return
             yield item
 
-    def rollouts(self, groups, advantages):
-        """Measure the groups of a phase and what each turn was credited with.
-
-        What describes whole episodes (reward/*, turns, stops) leaves out those that were forked at a later turn: they begin with
-        turns that were not chosen by the policy of now. What counts work (tokens, tool calls) counts what was done.
-        """
+    def rollouts(self, groups: list[Group], advantages: list) -> None:
+        """Measure the groups of a phase and their advantages. Forked trajectories count in metrics of work (tokens,
+        tool success), not of whole trajectories (reward/*, turns, stops): older policies sampled their first turns."""
         for group, adv_GK in zip(groups, advantages):
             outcomes = [t.outcome for t in group.trajectories if not t.forked]
             if outcomes:
@@ -165,7 +164,7 @@ class Log:
             for stop in STOPS:
                 self.mean(f"rollout/stop_{stop}", trajectory.stop == stop)
 
-    def evaluation(self, groups):
+    def evaluation(self, groups: list[Group]) -> None:
         """Measure greedy trajectories on held-out questions."""
         for group in groups:
             for trajectory in group.trajectories:
@@ -173,8 +172,8 @@ class Log:
                 self.mean("eval/f1", trajectory.info.get("f1"))
                 self._trajectory("eval", trajectory)
 
-    def losses(self, micro, logp, entropy, stats):
-        """Measure one micro-batch of an update: what policy_loss returned, and how far the trainer is from the engine."""
+    def losses(self, micro: "Batch", logp: "Tensor", entropy: "Tensor", stats: "dict[str, Tensor]") -> None:
+        """Measure a micro-batch of an update: the stats of policy_loss, and the gap between trainer and engine."""
         on = micro.mask
         count = int(on.sum())
         if not count:
@@ -182,7 +181,7 @@ class Log:
         self.trained = True
         self.mean("trained_tokens", len(micro))
         for key, value in stats.items():
-            self.mean(f"loss/{key}", value.detach())  # a part of a sum: `write` divides by the number of updates
+            self.mean(f"loss/{key}", value.detach())  # a partial sum: `write` divides it by the number of updates
         self.mean("policy/entropy", entropy[on].mean(), count)
         trainer = (logp.detach() if micro.old is None else micro.old)[on]
         gap = trainer - micro.sampler[on]
@@ -192,16 +191,16 @@ class Log:
         self.max("policy/sampler_maxdiff", gap.abs().max())
         self.max("policy/ratio_max", (logp.detach()[on] - trainer).exp().max())
 
-    def optim(self, stats):
-        """Measure an update, the micro-batches of which have been given to `losses`."""
+    def optim(self, stats: dict[str, float]) -> None:
+        """Measure an update, after `losses` of its micro-batches."""
         self.updates.append(self.trained)
         self.trained = False
         for key, value in stats.items():
             if math.isfinite(value):  # a skipped update has no norm
                 self.mean(f"optim/{key}", value)
 
-    def write(self, step, questions):
-        """Reduce over ranks and append the line of this step (rank 0). Returns it."""
+    def write(self, step: int, questions: int) -> dict[str, float | None]:
+        """Reduce over ranks, append the line of this step (on rank 0) and return it."""
         import psutil
         import torch
         import torch.distributed as dist
@@ -218,9 +217,9 @@ class Log:
             total = sum(sums.get(key, (0, 0))[0] for sums, _ in shared)
             count = sum(sums.get(key, (0, 0))[1] for sums, _ in shared)
             if key.startswith("loss/"):
-                count = sum(trained)  # the updates, those without effect too: their loss is there
+                count = sum(trained)  # all updates, those without effect too: they have a loss
             elif key == "optim/grad_norm":
-                count -= len(shared) * trained.count(False)  # minibatches of nothing, whose norm is 0
+                count -= len(shared) * trained.count(False)  # empty minibatches have norm 0
             line[key] = total / count if count else None
         for key in {k for _, maxima in shared for k in maxima}:
             line[key] = nan_max([maxima.get(key, -math.inf) for _, maxima in shared])
@@ -251,7 +250,7 @@ class Log:
         return line
 
     def _rates(self, line, shared):
-        """Seconds of the slowest rank, and tokens a second over all ranks."""
+        """Set the seconds of the slowest rank, and tokens per second over all ranks."""
         for name in ("rollout", "update", "evaluate"):
             key = f"time/{name}"
             seconds = [sums[key][0] for sums, _ in shared if key in sums]
@@ -269,7 +268,7 @@ class Log:
         line["perf/trained_tokens_per_s"] = trained / line["time/update"] if line["time/update"] else None
 
     def _warn(self, line):
-        """A tool that is never called, or fails, teaches the policy to do without: say so before hours are spent."""
+        """Warn of a tool that is never called or fails: the policy would learn to do without it."""
         if line["rollout/tool_calls"] is None or self.args.tools == "off":
             return
         success = line["rollout/tool_success"]
@@ -279,8 +278,8 @@ class Log:
         if len(self.quiet) == 3 and all(failing for _, failing in self.quiet):
             run.notice(f"warning: step {line['step']}: more than 20 % of tool calls have failed for 3 steps")
 
-    def samples(self, step, kind, groups, advantages=None):
-        """Append every trajectory to samples.jsonl: each turn's text, tool call, tool output and advantage, and the outcome."""
+    def samples(self, step: int, kind: str, groups: list[Group], advantages: list | None = None) -> None:
+        """Append every trajectory to samples.jsonl: text, tool call, output and advantage of each turn; outcome."""
         items = []
         for p, group in enumerate(groups):
             for g, trajectory in enumerate(group.trajectories):
@@ -291,13 +290,13 @@ class Log:
             run.append(self.folder / "samples.jsonl", [json.dumps(item, ensure_ascii=False) for item in items])
 
 
-def nan_max(values):
-    """nan where there is one: a peak that nobody knows must not look like a small one."""
+def nan_max(values: Iterable[float]) -> float:
+    """Return the maximum, or nan if there is one, so that an unknown peak does not look small."""
     return max(values, key=lambda value: (math.isnan(value), value))
 
 
 def sample(step, kind, question, number, trajectory, adv_K):
-    """One line of samples.jsonl, as plain data."""
+    """Return one line of samples.jsonl, as plain data."""
     turns = [
         {
             "text": turn.text,

@@ -1,4 +1,4 @@
-"""The rollout loop that lets a policy and its tools take turns, without a barrier between turns."""
+"""The rollout loop: the policy and its tools take turns, without a barrier between turns."""
 
 import contextlib
 import hashlib
@@ -6,44 +6,45 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from common import ranks, run
-from common.environment import Failed, Lost
-from common.turns import Trajectory, Turn
+from common.environment import Environment, Failed, Lost
+from common.turns import Question, Trajectory, Turn
 
-LONGEST_OUTPUT = 50_000  # characters of a tool output that are kept; far beyond any --max_observation_tokens
-HANGING = 64  # given up calls that still run, at which the tool is taken for lost: a thread cannot be ended
-WATCHDOG = 60.0  # seconds without a finished generation or tool call before a line says what is awaited
+LONGEST_OUTPUT = 50_000  # characters kept of a tool output; far more than any --max_observation_tokens
+HANGING = 64  # running calls past their timeout at which the tool counts as lost: a thread cannot be killed
+WATCHDOG = 60.0  # seconds without a finished generation or tool call until a notice
 
 
 @dataclass
 class Rollout:
-    """A trajectory under way. begun: (ids, their log-probabilities) of a turn that a stop string has interrupted."""
+    """A trajectory in progress. begun: (ids, log-probabilities) of a turn that a stop string has interrupted."""
 
-    question: object
+    question: Question
     trajectory: Trajectory
     sample: int
     context: list[int] = field(default_factory=list)
-    begun: tuple = ([], [])
+    begun: tuple[list[int], list[float]] = ([], [])
 
 
 class Loop:
-    """The continuous loop: generations run in the engine, tools in threads, and no one waits for the slowest."""
+    """The continuous loop: generations run in the engine, tools in threads, and no trajectory waits for the slowest."""
 
-    def __init__(self, engine, task, greedy):
+    def __init__(self, engine, task: Environment, greedy: bool):
         self.engine, self.task, self.args = engine, task, engine.args
         self.temperature = 0.0 if greedy else engine.args.temperature
         self.limits = task.limits
         self.tools = Tools(task, engine.args.tool_workers, self.limits.tool_seconds)
         task.begin(0 if greedy else engine.step)
         self.generating = {}  # request id -> rollout
-        self.scorer = ThreadPoolExecutor(1, "scorer")  # a comparison of two formulas may take seconds
+        self.scorer = ThreadPoolExecutor(1, "scorer")  # comparing two formulas may take seconds
         self.scores = []
 
-    def run(self, rollouts, on_end):
-        """Run all to the end; on_end() after each."""
+    def run(self, rollouts: list[Rollout], on_end: Callable[[], object]) -> None:
+        """Run every rollout to its end, with a call of on_end() after each."""
         try:
             self._run(rollouts, on_end)
             for score in self.scores:
@@ -59,7 +60,7 @@ class Loop:
         for rollout in rollouts:
             rollout.context = rollout.context or self.task.prompt_ids(rollout.question)
             ready.append(rollout)
-        left, heard = len(ready), time.monotonic()
+        left, last_event = len(ready), time.monotonic()
         while left:
             left -= self._submit(ready, on_end)
             events = 0
@@ -74,10 +75,10 @@ class Loop:
                 events += 1
                 self._observed(rollout, output, status)
                 ready.append(rollout)
-            heard = self._watch(heard, events)
+            last_event = self._watch(last_event, events)
 
     def _submit(self, ready, on_end):
-        """Hand contexts to the engine. Returns how many trajectories ended here because their context is full."""
+        """Submit generations to the engine. Returns how many trajectories ended here because their context is full."""
         ended = 0
         while ready:
             rollout = ready.popleft()
@@ -110,12 +111,12 @@ class Loop:
         return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest()[:7], "big")
 
     def _acted(self, rollout, ids, logps, reason, ready):
-        """Record a turn. Returns True when the trajectory has ended; otherwise its tool is on the way, or it is ready again."""
+        """Record a turn. Returns True if the trajectory has ended; otherwise its tool runs, or it is ready again."""
         trajectory, task = rollout.trajectory, self.task
-        more, (ids, logps) = ids, (rollout.begun[0] + ids, rollout.begun[1] + logps)
+        new_ids, (ids, logps) = ids, (rollout.begun[0] + ids, rollout.begun[1] + logps)
         turn = Turn(rollout.context, ids, logps, task.decode(ids))
         cut = reason == "length"
-        if not cut and more and task.unfinished(turn):
+        if not cut and new_ids and task.unfinished(turn):
             if len(ids) < min(self.limits.turn_tokens, self.args.max_context - len(rollout.context)):
                 rollout.begun = ids, logps
                 ready.append(rollout)
@@ -125,11 +126,11 @@ class Loop:
         trajectory.turns.append(turn)
         action = None if cut else task.read(turn)
         last = len(trajectory.turns) >= self.limits.turns
-        if cut:  # trained as it was sampled, but half a tool call is not run
+        if cut:  # trained as sampled, but half a tool call does not run
             full = len(rollout.context) + len(ids) >= self.args.max_context
             trajectory.stop = "context" if full else "length"
         elif action is None:
-            turn.tool_status = "invalid"  # also of a last turn, which is not answered any more
+            turn.tool_status = "invalid"  # also on the last turn, which gets no observation
             trajectory.stop = "invalid" if last else ""
         elif action.tool is None:
             trajectory.answer = action.text
@@ -161,33 +162,31 @@ class Loop:
         turn.tool_output, turn.observation_ids = self.task.observe(turn, output)
         rollout.context = self.task.next_context(rollout.trajectory.turns)
 
-    def _watch(self, heard, events):
-        """One line when nothing has finished for a while: a silent wait is the hardest fault to find."""
+    def _watch(self, last_event, events):
+        """Print a notice when nothing has finished for a while: a silent wait is hard to diagnose."""
         now = time.monotonic()
         if events:
             return now
-        if now - heard > WATCHDOG:
+        if now - last_event > WATCHDOG:
             run.notice(
-                f"rank {ranks.rank()}: nothing has finished for {WATCHDOG:.0f} s; awaited: {len(self.generating)} generations; "
-                f"tools: {self.tools.awaited() or 'none'}"
+                f"rank {ranks.rank()}: nothing has finished for {WATCHDOG:.0f} s; pending: "
+                f"{len(self.generating)} generations; tools: {self.tools.awaited() or 'none'}"
             )
             return now
-        return heard
+        return last_event
 
 
 class Tools:
-    """Tool calls in daemon threads, so that one that hangs holds up neither the others nor the end of the program.
+    """Tool calls in daemon threads: one that hangs delays neither the others nor the exit. `Lost` ends the run.
+    workers = 0 runs each call at once in the calling thread, without a time limit."""
 
-    workers = 0 runs each call at once in the calling thread, without a time limit. tools.Lost ends the run.
-    """
-
-    def __init__(self, task, workers, timeout):
+    def __init__(self, task: Environment, workers: int, timeout: float):
         self.task, self.workers, self.timeout = task, workers, timeout
         self.waiting, self.done = deque(), queue.SimpleQueue()
         self.calls = {}  # number -> (rollout, turn, started)
         self.number = 0
 
-    def call(self, rollout, earlier):
+    def call(self, rollout: Rollout, earlier: list[str]) -> None:
         """Run the tool of the rollout's last turn, at once or when a worker is free."""
         self.waiting.append((rollout, rollout.trajectory.turns[-1], earlier))
         self._start()
@@ -204,9 +203,7 @@ class Tools:
         threading.Thread(target=self._work, args=call, name="tool call", daemon=True).start()
         running = sum(thread.name == "tool call" for thread in threading.enumerate())
         if running > self.workers + HANGING:
-            raise SystemExit(
-                f"{running - len(self.calls)} calls of the tool hang and cannot be ended: it is out of order."
-            )
+            raise SystemExit(f"{running - len(self.calls)} calls of the tool hang and cannot be ended: it is broken.")
 
     def _work(self, number, turn, question, earlier):
         try:
@@ -217,13 +214,11 @@ class Tools:
             if failed.lost:
                 turn.info["lost"] = 1.0
             self.done.put((number, str(failed), failed.status))
-        except (
-            BaseException
-        ) as error:  # an observation like any other: the trajectory goes on, and the failure is counted
+        except BaseException as error:  # becomes an observation: the trajectory continues, the failure is counted
             self.done.put((number, f"Error: {type(error).__name__}: {error}", "error"))
 
-    def answered(self, wait):
-        """(rollout, output, status) of the calls that have ended; with `wait`, a moment is spent waiting for one."""
+    def answered(self, wait: bool) -> list[tuple[Rollout, str, str]]:
+        """Return (rollout, output, status) of the finished calls; with `wait`, wait briefly for one."""
         out = []
         with contextlib.suppress(queue.Empty):
             block = wait and bool(self.calls)
@@ -232,7 +227,7 @@ class Tools:
                 block = False
                 if status == "lost":
                     raise SystemExit(output)
-                if number in self.calls:  # not one that was given up
+                if number in self.calls:  # else it had timed out
                     out.append((self.calls.pop(number)[0], output, status))
         for number, (rollout, _, started) in list(self.calls.items()):
             if self.workers and time.monotonic() - started > self.timeout:
@@ -241,7 +236,7 @@ class Tools:
         self._start()
         return out
 
-    def awaited(self):
+    def awaited(self) -> str:
         now = time.monotonic()
         calls = [f"{t.tool}({t.tool_input[:40]!r}) {now - started:.0f} s" for _, t, started in self.calls.values()]
         return ", ".join(calls[:4]) + (f" and {len(calls) - 4} more" if len(calls) > 4 else "")

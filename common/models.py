@@ -1,20 +1,24 @@
-"""From what --model says to files that trainer and engine load: a folder, a hub id, a short name, or an embedded model."""
+"""From --model to files for trainer and engine: a folder, a hub id, a short name, or an embedded model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
 class Embedded:
-    """A model that comes with the project. tasks/embedded.py has them."""
+    """A model that comes with the project (see tasks/embedded.py)."""
 
-    build: Callable[[], Path]  # returns its folder, which it makes at the first call
-    preset: dict  # settings that become the parser's defaults
+    build: Callable[[], Path]  # returns its folder, created by the first call
+    preset: dict  # flags that become the parser's defaults
 
 
 EMBEDDED: dict[str, Embedded] = {}
-OWNERS = {  # how short names begin -> their owner on the hub
+OWNERS = {  # prefix of a short name -> owner on the hub
     "Qwen": "Qwen",
     "Llama-3": "meta-llama",
     "SmolLM": "HuggingFaceTB",
@@ -28,8 +32,8 @@ OWNERS = {  # how short names begin -> their owner on the hub
 }
 
 
-def resolve(name):
-    """Path or hub id of a model; builds an embedded one on first use. Raises SystemExit for a name nobody knows."""
+def resolve(name: str) -> str:
+    """Return the path or hub id of a model; builds embedded ones on first use. Raises SystemExit for unknown names."""
     if Path(name).is_dir():
         return str(name)
     if name in EMBEDDED:
@@ -40,26 +44,26 @@ def resolve(name):
         if name.startswith(start):
             return f"{owner}/{name}"
     raise SystemExit(
-        f"--model {name}: no such folder, and no known short name. Give a path, a hub id (owner/name), {', '.join(EMBEDDED)}, "
-        f"or a name that begins with {', '.join(OWNERS)}."
+        f"--model {name}: no such folder, and no known short name. Give a path, a hub id (owner/name), "
+        f"{', '.join(EMBEDDED)}, or a name that begins with {', '.join(OWNERS)}."
     )
 
 
-def load_tokenizer(path):
-    """The tokenizer of a resolved model: the first that is asked of a hub. Raises SystemExit when it cannot be had."""
+def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
+    """Return the tokenizer of a resolved model: the first download from a hub. Raises SystemExit if that fails."""
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise SystemExit(
-            f"--model {path}: its tokenizer could not be loaded ({str(error).splitlines()[0]}) Is the name right, the hub within "
-            "reach, and access granted (gated models: accept the licence there, then `hf auth login`)?"
+            f"--model {path}: its tokenizer could not be loaded ({str(error).splitlines()[0]}). Check the name and the "
+            "connection to the hub. For a gated model accept its licence there, then run `hf auth login`."
         ) from None
 
 
-def empty_model(path):
-    """The model a path or hub id names, without storage. Raises SystemExit when its configuration cannot be had."""
+def empty_model(path: str) -> "PreTrainedModel":
+    """Return the model of a path or hub id, without storage. Raises SystemExit if its config.json cannot be loaded."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -67,8 +71,7 @@ def empty_model(path):
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise SystemExit(
-            f"--model {path}: its config.json could not be loaded ({str(error).splitlines()[0]}) Is the name right, and the hub "
-            "within reach?"
+            f"--model {path}: config.json could not be loaded ({str(error).splitlines()[0]}). Is the name right?"
         ) from None
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)

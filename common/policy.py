@@ -1,40 +1,35 @@
-"""The policy: a frozen base model with a LoRA adapter. Token log-probabilities, and an optimizer step on gradients summed over ranks.
+"""The policy: a frozen base model with a LoRA adapter. Log-probabilities, and optimizer steps on all ranks' gradients.
 
-The reference policy is the base with the adapter switched off, so there is no second copy. Each rank holds the whole base; only the
-adapter's gradients cross the wire.
+The reference policy is the base with the adapter switched off, so there is no second copy. Each rank holds the whole
+base; only the adapter's gradients are exchanged.
 """
 
 import contextlib
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from common import models
+from common.args import Sampling
 from common.attention import register_segment_attention, token_logps
 from common.batch import Batch
 
-MICRO_TOKENS = 4096  # tokens per forward pass where nothing is trained
-BLANK_RANK = 8  # of the adapter that does nothing, where nothing is trained
+MICRO_TOKENS = 4096  # tokens per forward pass without training
+BLANK_RANK = 8  # rank of the zero adapter when nothing is trained
 
 
 class Policy:
-    """The model, its tokenizer and its optimizer.
+    """The model, its tokenizer and its optimizer."""
 
-    logps(batch)   log-probabilities of a batch's trained tokens
-    step()         one optimizer step on the gradients accumulated so far, on all ranks
-    """
-
-    def __init__(self, args, device="cpu", last=None, train=True):
-        """args: those of a training script, or with train=False those of eval.py, which have nothing about optimisation.
-
-        last: the checkpoint to take the adapter from, for a run that is resumed.
-        """
+    def __init__(self, args: Sampling, device: torch.device | str = "cpu", last: Path | None = None, train=True):
+        """last: the checkpoint to resume from. train=False: without an optimizer, for the args of eval.py."""
         self.device = torch.device(device)
         self.path = models.resolve(args.model)
         self.dtype = pick_dtype(args.dtype, self.device)
@@ -45,7 +40,7 @@ class Policy:
             refuse_other_base(adapter, self.path)
         register_segment_attention()
         quantization = None
-        if args.load_4bit:  # quantized as vLLM's plugin does it in flight: NF4, its constants quantized too
+        if args.load_4bit:  # as vLLM quantizes at loading: NF4, its constants quantized too
             quantization = BitsAndBytesConfig(
                 load_in_4bit=True,
                 bnb_4bit_quant_type="nf4",
@@ -72,15 +67,15 @@ class Policy:
                 bias="none",
                 task_type="CAUSAL_LM",
             )
-            self.model = get_peft_model(base, lora)  # in float32 also over a bf16 base: small updates are not lost
+            self.model = get_peft_model(base, lora)  # float32 even on a bf16 base: keeps small updates
         recompute = train and args.grad_checkpoint
         if recompute:
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for module in self.model.modules():
-            if isinstance(module, torch.nn.Dropout):  # of an adapter that was trained with it
+            if isinstance(module, torch.nn.Dropout):  # from an adapter that was trained with dropout
                 module.p = 0.0
-        # Checkpointing works in training mode only, and in evaluation mode bitsandbytes repacks a 4-bit base on a CPU into a form without
-        # backward. The mode changes nothing else: no dropout is left.
+        # Checkpointing works only in training mode, and in evaluation mode bitsandbytes repacks a 4-bit base on a CPU
+        # into a form without backward. The mode changes nothing else: no dropout is left.
         self.model.train(recompute or args.load_4bit)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.lora_rank = self.model.peft_config["default"].r
@@ -90,8 +85,8 @@ class Policy:
             self.optimizer = make_optimizer(args.optim, self.parameters, args.lr)
 
     @property
-    def head(self):
-        """(V, hidden) weight of the output layer."""
+    def head(self) -> Tensor:
+        """Return the weight (V, hidden) of the output layer."""
         return self.model.get_base_model().get_output_embeddings().weight
 
     def hidden(self, batch: Batch) -> Tensor:
@@ -114,12 +109,12 @@ class Policy:
         grad: bool = True,
         moments: Sequence[str] = (),
     ) -> Tensor | tuple[Tensor, ...]:
-        """Return log-probabilities (T,) float32 at the sampling temperature, 0 outside `positions` (bool (T,), default: batch.mask).
+        """Return log-probabilities (T,) float32 at sampling temperature, 0 outside `positions` (default: batch.mask).
 
         adapter   False: of the reference policy
-        grad      False: without gradient; the batch may then be of any size
-        moments   "entropy" in nats, "squares" (the sum of squared probabilities): returns a tuple, the log-probabilities first, then
-                  these, each (T,) without gradient
+        grad      False: without gradient; the batch may have any size
+        moments   "entropy" in nats, "squares" (sum of squared probabilities): returns a tuple, log-probabilities first,
+                  then these, each (T,) without gradient
         """
         positions = batch.mask if positions is None else positions
         if grad or not bool(positions.any()):
@@ -143,24 +138,24 @@ class Policy:
             with contextlib.nullcontext() if adapter else self.model.disable_adapter():
                 hidden = self.hidden(batch)
             ids = batch.ids[at].to(self.device)
-            before = hidden[(at - 1).to(self.device)]  # the token before predicts this one
+            before = hidden[(at - 1).to(self.device)]  # the previous token predicts this one
             values = token_logps(before, self.head, ids, self.temperature, moments)
             columns = [torch.zeros(len(batch)).index_copy(0, at, value.cpu()) for value in values]
         return columns
 
-    def gradient(self):
-        """The gradient accumulated so far, summed over ranks, flat (float32); a rank without tokens takes part with zeros."""
+    def gradient(self) -> Tensor:
+        """Return the accumulated gradient summed over ranks, flat, float32. A rank without tokens contributes zeros."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         flat = torch.cat([g.reshape(-1).float() for g in grads])
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(flat)
         return flat
 
-    def step(self, lr_scale=1.0):
-        """Sum gradients over ranks, clip once, step. Returns {"grad_norm", "lr", "skipped", "updates"}, equal on all ranks.
+    def step(self, lr_scale: float = 1.0) -> dict[str, float]:
+        """Sum gradients over ranks, clip once, step. Returns grad_norm, lr, skipped and updates, equal on all ranks.
 
-        A gradient that is not finite skips the step on every rank: the sum has it on all of them. So does one that is zero
-        everywhere, as of a phase without signal: the optimizer's momentum alone would move the policy.
+        A sum that is not finite skips the step on all ranks. So does a sum of zero, as in a phase without signal: the
+        optimizer's momentum alone would move the policy.
         """
         flat = self.gradient()
         norm = float(flat.norm())
@@ -175,55 +170,50 @@ class Policy:
                 group["lr"] = self.lr * lr_scale
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return {
-            "grad_norm": norm,
-            "lr": self.lr * lr_scale,
-            "skipped": float(not finite),
-            "updates": float(moves),
-        }
+        return {"grad_norm": norm, "lr": self.lr * lr_scale, "skipped": float(not finite), "updates": float(moves)}
 
-    def canary(self):
-        """Within the block the adapter is changed enough that nobody can mistake the policy for its base (for the self-test)."""
+    def canary(self) -> AbstractContextManager[None]:
+        """Change the adapter within the block, enough to tell the policy from its base (for the self-test)."""
         generator = torch.Generator().manual_seed(0)
         scale = 0.02 * self.lora_rank / self.model.peft_config["default"].lora_alpha
         return self._changed(lambda weight: weight + scale * torch.randn(weight.shape, generator=generator).to(weight))
 
-    def blank(self):
-        """Within the block the policy is its base, with an adapter that does nothing, as before the first step of training."""
+    def blank(self) -> AbstractContextManager[None]:
+        """Zero the adapter within the block: the policy equals its base, as before the first step of training."""
         return self._changed(torch.zeros_like)
 
     @contextlib.contextmanager
     def _changed(self, change):
-        kept = {}
+        saved = {}
         with torch.no_grad():
             for name, module in self.model.named_modules():
                 if name.endswith("lora_B.default"):
-                    kept[name] = module.weight.detach().clone()
+                    saved[name] = module.weight.detach().clone()
                     module.weight.copy_(change(module.weight))
             try:
                 yield
             finally:
                 for name, module in self.model.named_modules():
-                    if name in kept:
-                        module.weight.copy_(kept[name])
+                    if name in saved:
+                        module.weight.copy_(saved[name])
 
-    def adapter_state(self):
-        """A copy of the adapter in host memory: {name: tensor}."""
+    def adapter_state(self) -> dict[str, Tensor]:
+        """Return a copy of the adapter in host memory: {name: tensor}."""
         trained = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
         return {name: p.detach().to("cpu", copy=True) for name, p in trained}
 
-    def save_adapter(self, path, state=None):
-        """Write a normal PEFT adapter: of the policy as it is, or of an earlier adapter_state()."""
+    def save_adapter(self, path: Path, state: dict[str, Tensor] | None = None) -> None:
+        """Write a normal PEFT adapter: the current one, or an earlier adapter_state()."""
         self.model.save_pretrained(path, state_dict=state, save_embedding_layers=False)
 
 
-def pick_dtype(name, device):
-    """auto: bfloat16 on a GPU, float32 on a CPU."""
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the type that --dtype names; auto: bfloat16 on a GPU, float32 on a CPU."""
     return getattr(torch, {"auto": "bfloat16" if device.type == "cuda" else "float32"}.get(name, name))
 
 
-def make_optimizer(name, parameters, lr):
-    """adamw in float32, or adamw_8bit (bitsandbytes; a quarter of the optimizer memory)."""
+def make_optimizer(name: str, parameters: list[Tensor], lr: float) -> torch.optim.Optimizer:
+    """Return AdamW in float32, or adamw_8bit (bitsandbytes; a quarter of the optimizer memory)."""
     if name == "adamw_8bit":
         import bitsandbytes
 
@@ -231,37 +221,36 @@ def make_optimizer(name, parameters, lr):
     return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
 
 
-def refuse_other_base(adapter, path):
-    """Stop at start-up when an adapter was trained on another base: it may fit by its shapes and still make nonsense."""
+def refuse_other_base(adapter: str, path: str) -> None:
+    """Raise SystemExit if an adapter was trained on another base: it would make nonsense even if its shapes fit."""
     try:
         base = json.loads((Path(adapter) / "adapter_config.json").read_text()).get("base_model_name_or_path")
     except (OSError, ValueError) as error:
         raise SystemExit(f"--adapter {adapter}: its adapter_config.json cannot be read ({error})") from None
 
     def name(of):
-        """Of a hub id, of a folder, or of a snapshot in the hub's cache: .../models--Qwen--Qwen2.5-3B/snapshots/1234."""
+        """Return the name in a hub id, a folder, or the hub's cache: .../models--Qwen--Qwen2.5-3B/snapshots/1234."""
         cached = [part for part in Path(of).parts if part.startswith("models--")]
         return (cached[0].split("--")[-1] if cached else Path(of).name).lower()
 
     if base and name(base) != name(path):
         raise SystemExit(
-            f"--adapter {adapter}: trained on {base}, not on {path}. If they are the same model under another name, change "
-            "base_model_name_or_path in its adapter_config.json."
+            f"--adapter {adapter}: trained on {base}, not on {path}. If they are the same model under another name, "
+            "change base_model_name_or_path in its adapter_config.json."
         )
 
 
-def with_adapter(base, adapter):
-    """The base with a saved adapter, ready to train on. Raises SystemExit when it does not fit."""
+def with_adapter(base: PreTrainedModel, adapter: str) -> PeftModel:
+    """Return the base with a saved adapter, ready for training. Raises SystemExit if the adapter does not fit."""
     try:
         return PeftModel.from_pretrained(base, adapter, is_trainable=True)
-    except (RuntimeError, ValueError, OSError) as error:  # of shapes, of layer names, of a missing file
-        raise SystemExit(
-            f"--adapter {adapter}: does not fit this base ({str(error).strip().splitlines()[-1]})"
-        ) from None
+    except (RuntimeError, ValueError, OSError) as error:  # wrong shapes, layer names or files
+        reason = str(error).strip().splitlines()[-1]
+        raise SystemExit(f"--adapter {adapter}: does not fit this base ({reason})") from None
 
 
-def refuse_unsupported(base, max_context=0):
-    """Stop at start-up where our head or attention would silently differ from the model's own, or contexts outgrow the model."""
+def refuse_unsupported(base: PreTrainedModel, max_context: int = 0) -> None:
+    """Raise SystemExit if our head or attention would silently differ from the model's, or contexts outgrow it."""
     config = base.config.get_text_config()
     head = base.get_output_embeddings()
     layers = getattr(config, "layer_types", None)
@@ -270,7 +259,7 @@ def refuse_unsupported(base, max_context=0):
         if layers
         else (getattr(config, "sliding_window", None) or max_context) < max_context
     )
-    for wrong, what in (
+    for found, feature in (
         (head is None or getattr(head, "bias", None) is not None, "an output layer with a bias"),
         (getattr(config, "final_logit_softcapping", None), "soft-capped logits"),
         (getattr(config, "attn_logit_softcapping", None), "soft-capped attention"),
@@ -278,9 +267,8 @@ def refuse_unsupported(base, max_context=0):
         (sliding, "sliding-window attention"),
         (not getattr(base, "_supports_attention_backend", False), "an attention that cannot be replaced"),
     ):
-        if wrong:
-            raise SystemExit(f"{config.model_type} models have {what}, which the trainer does not support.")
+        if found:
+            raise SystemExit(f"{config.model_type} models have {feature}, which the trainer does not support.")
     if max_context > config.max_position_embeddings:
-        raise SystemExit(
-            f"--max_context {max_context}: this model takes {config.max_position_embeddings} tokens at most."
-        )
+        limit = config.max_position_embeddings
+        raise SystemExit(f"--max_context {max_context}: this model takes {limit} tokens at most.")

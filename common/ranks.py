@@ -1,22 +1,25 @@
-"""The processes of a run: which one this is, and sums and lists over all of them."""
+"""The ranks of a run: the number of this one, and sums and lists over all of them."""
 
 import os
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
-def rank():
+def rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def local_rank():
+def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
-def world_size():
+def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def total(value):
-    """The sum of a number over all ranks."""
+def total(value: float) -> float:
+    """Return the sum of a number (or a tensor of one) over all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -27,8 +30,8 @@ def total(value):
     return float(box)
 
 
-def from_rank_0(value):
-    """Rank 0's value, on every rank."""
+def from_rank_0(value: T) -> T:
+    """Return rank 0's value, on every rank."""
     if world_size() == 1:
         return value
     import torch.distributed as dist
@@ -38,8 +41,8 @@ def from_rank_0(value):
     return box[0]
 
 
-def from_local_rank_0(value):
-    """The value of this node's first rank, on every rank of the node (torchrun numbers nodes in GROUP_RANK)."""
+def from_local_rank_0(value: T) -> T:
+    """Return the value of this node's first rank, on every rank of the node (GROUP_RANK is torchrun's node number)."""
     if world_size() == 1:
         return value
     import torch.distributed as dist
@@ -50,8 +53,8 @@ def from_local_rank_0(value):
     return next(v for n, r, v in values if (n, r) == (node, 0))
 
 
-def gather(items):
-    """On rank 0 the items of all ranks in order of rank, elsewhere an empty list."""
+def gather(items: list[T]) -> list[T]:
+    """Return the items of all ranks in order of rank on rank 0, an empty list elsewhere."""
     if world_size() == 1:
         return items
     import torch.distributed as dist

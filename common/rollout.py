@@ -1,69 +1,64 @@
-"""Rollouts: a vLLM engine in the trainer's process, and the loop that lets a policy and its tools take turns.
+"""Rollouts with a vLLM engine in the trainer's process; common/loop.py lets the policy and its tools take turns.
 
-There is no turn barrier. Each trajectory goes on as soon as its own tool has answered, and tools run beside generation. Every
-request carries a seed made of (run seed, step, phase, question, sample, turn), so the schedule cannot change a sample.
+There is no turn barrier: a trajectory continues as soon as its own tool returns, while others generate. Each request
+has a seed made of (run seed, step, phase, question, sample, turn), so the schedule cannot change a sample.
 """
 
 import contextlib
 import os
 import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
 
 from common import cpu_build, ranks, run
 from common.adapters import AdapterStore
+from common.args import Sampling, Shared
 from common.batch import pack
 from common.checkpoint import random_states, set_random_states
 from common.environment import Environment, Limits
 from common.loop import Loop, Rollout
 from common.turns import Group, Question, Trajectory
 
+if TYPE_CHECKING:
+    from common.policy import Policy
+
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM accepts as max_lora_rank
-MOST_AT_ONCE = 256  # generations the engine works on at once
+MOST_AT_ONCE = 256  # concurrent generations
 
 
 def lora_slot(rank: int) -> int:
-    """Return the rank of the engine's adapter slot for an adapter of this rank. Raises SystemExit where there is none."""
+    """Return the rank of the engine's adapter slot for an adapter of this rank. Raises SystemExit if there is none."""
     slot = next((r for r in LORA_RANKS if r >= rank), None)
     if slot is None:
         raise SystemExit(f"--adapter of rank {rank}: the engine takes adapters of rank {LORA_RANKS[-1]} at most.")
     return slot
 
 
-def at_once(args, world: int) -> int:
-    """Return how many generations the engine works on at once: a rank's share of a step, within bounds."""
+def at_once(args: Shared, world: int) -> int:
+    """Return the number of concurrent generations: a rank's share of a step, within bounds."""
     share = -(-args.questions // world) * args.group
     return min(max(share, 64), MOST_AT_ONCE)
 
 
 class Engine:
-    """One vLLM engine per rank, always sampling with the newest published adapter.
+    """One vLLM engine per rank; it always samples with the newest published adapter."""
 
-    begin(step)       name the step: its number goes into the seeds of what is sampled
-    rollout(...)      sample trajectories; wakes the engine and loads the newest adapter first
-    fork(...)         sample further ends of trajectories, from a turn of each on
-    publish(policy)   hand over the policy's adapter; loaded when sampling is next asked for
-    sleep()           free GPU memory for training (--sleep)
-    """
-
-    def __init__(self, policy, args):
+    def __init__(self, policy: "Policy", args: Sampling):
         self.args, self.cuda = args, policy.device.type == "cuda"
-        self.sleep_mode = (
-            args.sleep if policy.optimizer else "none"
-        )  # nothing to make room for where nothing is trained
+        self.sleep_mode = args.sleep if policy.optimizer else "none"  # eval.py needs no memory for training
         self.asleep = False
         self.version, self.request, self.loaded = 0, None, 0
         self.step, self.phase = 0, 0
-        self.top_p = 1.0  # only eval.py changes it: what is trained is sampled from the whole distribution
+        self.top_p = 1.0  # only eval.py changes it: training samples come from the whole distribution
         self.adapters = AdapterStore(policy, args)
-        # vLLM seeds python, numpy and torch anew when it starts: every rank would draw the same numbers from here on.
+        # vLLM seeds python, numpy and torch when it starts: all ranks would draw the same numbers afterwards.
         with keep_random_state():
             self.llm = self._start(policy, args)
         if self.sleep_mode != "none" and not self.cuda and ranks.rank() == 0:
-            run.notice(
-                f"--sleep {self.sleep_mode} has no effect on a CPU: the engine keeps its memory while the policy trains"
-            )
+            run.notice(f"--sleep {self.sleep_mode} has no effect on a CPU: the engine keeps its memory during training")
         self.publish(policy)
 
     def _start(self, policy, args):
@@ -98,28 +93,26 @@ class Engine:
             if args.load_4bit:
                 options |= dict(quantization="bitsandbytes")
         else:
-            done = cpu_build.replace_lora_operator()
+            report = cpu_build.replace_lora_operator()
             if ranks.rank() == 0:
-                run.notice(done)
+                run.notice(report)
             options |= dict(
                 enforce_eager=True,
-                block_size=32,  # the default of 128 never finds a prefix in short contexts
-                enable_chunked_prefill=False,  # a seeded request whose prefill is split crashes this build; a full step makes it wait
+                block_size=32,  # the default, 128, finds no prefix in short contexts
+                enable_chunked_prefill=False,  # this build crashes if it splits the prefill of a seeded request
                 max_num_batched_tokens=max(args.max_context, 8192),
             )
         with warnings.catch_warnings(), contextlib.nullcontext() if self.cuda else cpu_build.hidden_from_start_up():
             warnings.simplefilter("ignore", FutureWarning)
             return LLM(**options)
 
-    # ---- the adapter
-
-    def publish(self, policy):
-        """Save the policy's adapter under a name and path of its own. All ranks call it together; sampling loads it lazily."""
+    def publish(self, policy: "Policy") -> None:
+        """Save the policy's adapter under a new name and path; all ranks call this. The next rollout loads it."""
         self.version += 1
         self.adapters.save(policy, self.version)
 
     def _load_newest(self):
-        """Load the newest adapter. A new name and path per version: the prefix cache is keyed by both and cannot be hit stale."""
+        """Load the newest adapter. Its name and path are keys of the prefix cache, so there are no stale hits."""
         from vllm.lora.request import LoRARequest
 
         if self.loaded != self.version:
@@ -131,21 +124,21 @@ class Engine:
 
     # ---- memory
 
-    def sleep(self):
-        """Give GPU memory back while the policy trains: `full` parks base weights in host memory and frees the KV pages, `kv` frees the pages."""
+    def sleep(self) -> None:
+        """Free GPU memory for training. full: park base weights in host memory and free KV pages; kv: free pages."""
         if not self.cuda or self.sleep_mode == "none" or self.asleep:
             return
         if self.sleep_mode == "full":
             self.llm.sleep(level=1)  # never level 2: with LoRA it leaves the adapter's buffers undefined
         else:
-            # Two idle steps flush finished ids and what asynchronous scheduling left in flight: the release refuses both.
+            # The release needs two idle steps that flush finished ids and asynchronous work in flight.
             self.llm.llm_engine.step()
             self.llm.llm_engine.step()
             self.llm.sleep(level=0)
             self.llm.release_kv_cache_memory()
         self.asleep = True
 
-    def wake(self):
+    def wake(self) -> None:
         if self.asleep:
             torch.cuda.empty_cache()
             if not self.llm.wake_up() or self.llm.llm_engine.is_sleeping():
@@ -154,12 +147,14 @@ class Engine:
 
     # ---- sampling
 
-    def begin(self, step):
-        """Start a step: its number, and that of each rollout within it, go into the seeds of what is sampled."""
+    def begin(self, step: int) -> None:
+        """Start a step: its number, and that of each rollout within it, enter the seeds of its samples."""
         self.step, self.phase = step, 0
 
-    def rollout(self, task, questions, n, greedy=False, progress=None):
-        """`n` trajectories for each question, as one Group per question; greedy: temperature 0, for evaluation."""
+    def rollout(
+        self, task: Environment, questions: list[Question], n: int, greedy: bool = False, progress: str | None = None
+    ) -> list[Group]:
+        """Sample `n` trajectories per question, as one Group per question. greedy: temperature 0, for evaluation."""
         groups = [Group(question, [Trajectory() for _ in range(n)]) for question in questions]
         rollouts = [
             Rollout(group.question, trajectory, sample)
@@ -169,12 +164,14 @@ class Engine:
         self._finish(task, rollouts, greedy, progress)
         return groups
 
-    def fork(self, task, boundaries, n, progress=None):
-        """`n` siblings at each boundary, as one Group per boundary with its turn in info["turn"].
+    def fork(
+        self, task: Environment, boundaries: list[tuple[Group, int, int]], n: int, progress: str | None = None
+    ) -> list[Group]:
+        """Sample `n` siblings at each boundary, as one Group per boundary with its turn in info["turn"].
 
-        A boundary (group, trunk, k) is where trajectory number `trunk` of `group` was before its turn k (from 0). A sibling shares
-        the turns before with it, sees the very ids it saw, and goes on from there with the newest policy to its own end. Tools
-        rebuild what they know of a trajectory from its earlier calls, so siblings cannot see each other.
+        A boundary (group, trunk, k) is where trajectory number `trunk` of `group` was before its turn k (from 0).
+        Siblings share the earlier turns and the exact context ids, and continue with the newest policy. Tools rebuild
+        their state from a trajectory's earlier calls, so siblings cannot see each other.
         """
         groups, rollouts = [], []
         for group, trunk, k in boundaries:
@@ -192,13 +189,13 @@ class Engine:
         """Run every rollout to its end."""
         self.wake()
         self._load_newest()
-        self.llm.reset_prefix_cache()  # what it holds must not depend on what was sampled before: a resumed run has not sampled it
+        self.llm.reset_prefix_cache()  # as in a resumed run, which starts with an empty cache
         self.phase += 1
         loop = Loop(self, task, greedy)
         with tqdm(total=len(rollouts), desc=progress, leave=False, disable=not progress or ranks.rank() > 0) as bar:
             loop.run(rollouts, bar.update)
 
-    def add(self, request_id, ids, max_tokens, stop, stop_ids, temperature, seed):
+    def add(self, request_id, ids, max_tokens, stop, stop_ids, temperature, seed) -> None:
         """Submit one generation to vLLM."""
         from vllm import SamplingParams
 
@@ -216,8 +213,8 @@ class Engine:
         )
         self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": ids}, params, lora_request=self.request)
 
-    def advance(self):
-        """One engine step. Yields (request id, sampled ids, their log-probabilities, "stop" or "length") of generations that ended."""
+    def advance(self) -> Iterator[tuple[str, list[int], list[float], str]]:
+        """Run one engine step. Yields (request id, ids, log-probabilities, "stop" or "length") of finished ones."""
         for output in self.llm.llm_engine.step():
             if output.finished:
                 sampled = output.outputs[0]
@@ -225,12 +222,10 @@ class Engine:
                 logps = [float(at[token].logprob) for token, at in zip(ids, sampled.logprobs)]
                 yield output.request_id, ids, logps, sampled.finish_reason
 
-    # ---- self-test
+    def self_test(self, policy: "Policy") -> float:
+        """Publish an adapter that changes the model, sample with it, and compare the log-probabilities of both sides.
 
-    def self_test(self, policy):
-        """Publish an adapter that changes the model, sample with it, and hold the engine's log-probabilities against the trainer's.
-
-        Returns the mean absolute difference. Raises SystemExit beyond 1e-3 in float32, 0.05 in bf16 or 4-bit (warns above 0.02).
+        Returns the mean absolute difference. Raises SystemExit above 1e-3 (float32), 0.05 (bf16, 4-bit); warns at 0.02.
         """
         exact = policy.dtype == torch.float32 and not self.args.load_4bit
         limit = 1e-3 if exact else 0.05
@@ -249,28 +244,26 @@ class Engine:
             cause = (
                 "the engine samples from the base model: the adapter was not applied"
                 if to_base < difference / 3
-                else "engine and trainer compute the model differently (other weights or tokenizer, an unsupported layer, or a lower precision in one of them)"
+                else "they compute the model differently (weights, tokenizer, an unsupported layer, or lower precision)"
             )
             raise SystemExit(
-                f"Self-test failed: engine and trainer differ by {difference:.2g} nats a token on average (limit {limit:g}; "
-                f"against the base model: {to_base:.2g}). Most likely {cause}."
+                f"Self-test failed: engine and trainer differ by {difference:.2g} nats per token on average (limit "
+                f"{limit:g}; against the base model: {to_base:.2g}). Most likely {cause}."
             )
         if difference > 0.02 and ranks.rank() == 0:
-            run.notice(
-                f"warning: engine and trainer differ by {difference:.2g} nats a token (self-test); --tis_cap corrects for it"
-            )
+            run.notice(f"warning: engine and trainer differ by {difference:.2g} nats/token; --tis_cap corrects for it")
         return difference
 
 
 class Probe(Environment):
-    """What the self-test asks the engine to continue: two prompts, one generation each."""
+    """The task of the self-test: two prompts, one generation each."""
 
     texts = ("The quick brown fox jumps over the lazy dog and", "Question: where is the town of the river? Answer:")
 
 
 @contextlib.contextmanager
-def keep_random_state():
-    """Leave the global random states as they were before the block."""
+def keep_random_state() -> Iterator[None]:
+    """Restore the global random states after the block."""
     states = random_states()
     try:
         yield

@@ -1,6 +1,6 @@
 """The run around an algorithm: processes, seeds, the run directory.
 
-Light on import: neither torch nor vllm, so that --help and a wrong flag are answered at once.
+Light on import (neither torch nor vllm), so that --help and a wrong flag return at once.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,22 +30,21 @@ if TYPE_CHECKING:
     import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("common", "tasks", "tools", "view")  # the code that a run directory gets a copy of
-PATIENCE = 600.0  # seconds that training waits for a disk that takes nothing
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS)  # what may pass
-CLAIMS = []  # open lock files of run directories; closed, and so released, when the process ends
+PACKAGES = ("common", "tasks", "tools", "view")  # the code that is copied to the run directory
+PATIENCE = 600.0  # seconds that training retries a failed write
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS)  # these may pass
+CLAIMS = []  # open lock files of run directories: released when the process ends
 
 
-def notice(text):
-    """A line for people, above whatever progress bar is on the screen."""
+def notice(text: str) -> None:
+    """Print a line to stderr, above any progress bar."""
     from tqdm import tqdm
 
     tqdm.write(text, file=sys.stderr)
 
 
-def launch(main, args):
-    """Run a script's main. Whatever ends it (Ctrl-C, SIGTERM, an error, torchrun's death),
-    what is finished is saved and nothing is left."""
+def launch(main: Callable, args) -> None:
+    """Run a script's main. However it ends (Ctrl-C, SIGTERM, an error, torchrun's death), the at_end callbacks run."""
     ending.watch_signals()
     try:
         main(args)
@@ -55,14 +55,14 @@ def launch(main, args):
         full = isinstance(error, OSError) and error.errno in NO_ROOM
         text = str(error) if full else "".join(traceback.format_exception(error))
         if ranks.world_size() > 1:
-            text += f"\nThis was rank {ranks.rank()}. If another rank ended first, its own message says why."
+            text += f"\nThis was rank {ranks.rank()}. If another rank ended first, see its own message."
         ending.exit_now(1, text)
-    with ending.EXITING:  # not before another thread is done with it
+    with ending.EXITING:  # waits for another thread that is exiting
         pass
 
 
-def retry_write(what, action):
-    """Do what writes to disk. While that fails (disk full, quota, a file server away) training waits up to PATIENCE seconds."""
+def retry_write(what: str | Path, action: Callable):
+    """Run an action that writes to disk, and retry up to PATIENCE seconds (disk full, quota, file server away)."""
     import safetensors
 
     until = None
@@ -74,37 +74,37 @@ def retry_write(what, action):
                 raise
             if until is None:
                 until = time.monotonic() + PATIENCE
-                notice(f"{what} cannot be written ({error}). Training waits up to {PATIENCE:.0f} s for room.")
+                notice(f"{what} cannot be written ({error}). Training retries for up to {PATIENCE:.0f} s.")
             if time.monotonic() > until or ending.STOPPING.wait(2.0):
                 raise
 
 
-def append(path, lines):
-    """Append lines to a file, whole or not at all."""
+def append(path: Path, lines: list[str]) -> None:
+    """Append lines to a file, all or none."""
     size = path.stat().st_size if path.exists() else 0
 
     def write():
         with open(path, "a", encoding="utf-8", errors="replace") as out:
-            out.truncate(size)  # what a failed attempt left
+            out.truncate(size)  # drops a failed attempt
             out.writelines(line + "\n" for line in lines)
 
     retry_write(path, write)
 
 
-def write_json(path, value):
-    """Write a JSON file, whole or not at all."""
-    beside = path.with_name(f"{path.name}.new")
-    beside.write_text(json.dumps(value, indent=2) + "\n")
-    beside.rename(path)
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON file, completely or not at all."""
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.write_text(json.dumps(value, indent=2) + "\n")
+    temporary.rename(path)
 
 
 def setup(args, script: str) -> "tuple[torch.device, Path | None]":
-    """Set up process group, seeds and run directory. Returns (device of this rank, checkpoint that --resume continues from or None).
+    """Set up process group, seeds and run directory. Returns (device of this rank, checkpoint to resume from or None).
 
-    Raises SystemExit when the run directory holds a run: nothing that was finished is overwritten.
+    Raises SystemExit if the run directory holds another run: nothing finished is overwritten.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if ranks.world_size() == 1:  # what torchrun would have set
+    if ranks.world_size() == 1:  # as torchrun would set it
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
@@ -118,19 +118,15 @@ def setup(args, script: str) -> "tuple[torch.device, Path | None]":
     if torch.cuda.is_available():
         seen, used = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if ranks.local_rank() >= seen:
-            raise SystemExit(f"Local rank {ranks.local_rank()} has no GPU of its own: {seen} are visible.")
+            raise SystemExit(f"Local rank {ranks.local_rank()} has no GPU: {seen} are visible.")
         device = torch.device("cuda", ranks.local_rank())
         torch.cuda.set_device(device)
         if ranks.rank() == 0 and seen > used:
-            notice(
-                f"{seen} GPUs are visible, {used} used. All of them: torchrun --nproc_per_node {seen} and the same words"
-            )
+            notice(f"{used} of {seen} visible GPUs used. For all: torchrun --nproc_per_node {seen} and the same flags")
     if args.load_4bit and device.type == "cpu":
-        raise SystemExit(
-            "--load_4bit: the engine's CPU build has no 4-bit base. Leave it out on a machine without a GPU."
-        )
+        raise SystemExit("--load_4bit: the engine's CPU build has no 4-bit base. Leave it out without a GPU.")
     if not dist.is_initialized():
-        # Ranks generate at their own pace between two collectives: the limit is for a rank that died, not for one that is slow.
+        # Ranks generate at their own pace between collectives: the timeout is for a dead rank, not for a slow one.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(hours=2))
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
@@ -144,8 +140,8 @@ def setup(args, script: str) -> "tuple[torch.device, Path | None]":
     return device, last_checkpoint(folder) if args.resume else None
 
 
-def directory(args):
-    """The run directory: --out, or out/<script>-<model>-<task>-s<seed>."""
+def directory(args) -> Path:
+    """Return the run directory: --out, or out/<script>-<model>-<task>-s<seed>."""
     if args.out:
         return Path(args.out)
     script = Path(sys.argv[0]).stem
@@ -153,37 +149,37 @@ def directory(args):
     return Path("out") / name
 
 
-def last_checkpoint(folder):
-    """The newest whole checkpoint of a run directory, or None. A checkpoint gets its name by a rename when it is whole."""
+def last_checkpoint(folder: Path) -> Path | None:
+    """Return the newest checkpoint of a run directory, or None. A rename gives a complete checkpoint its name."""
     saved = [path.parent for path in folder.glob("checkpoints/step-*/state.pt")]
     return max(saved, key=step_of, default=None)
 
 
-def step_of(checkpoint):
-    """The number in the name of a checkpoint's folder."""
+def step_of(checkpoint: Path) -> int:
+    """Return the step in the name of a checkpoint's folder."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def saved_progress(folder):
-    """The name of what a run directory has that is to be kept: its last checkpoint, or the benchmarks of eval.py. Else None."""
+def saved_progress(folder: Path) -> str | None:
+    """Return the name of the results in a run directory: its last checkpoint, or "benchmarks" (eval.py). Else None."""
     last = last_checkpoint(folder)
     evaluated = any(folder.glob("eval.json")) or any(folder.glob("*/eval.json"))
     return last.name if last else "benchmarks" if evaluated else None
 
 
-def occupied(folder):
-    """Whether a folder holds something to keep: anything but a run that ended before its first checkpoint."""
+def occupied(folder: Path) -> bool:
+    """Return whether a folder must be kept: it holds anything but a run that ended before its first checkpoint."""
     if not folder.exists() or not any(folder.iterdir()):
         return False
     return bool(saved_progress(folder)) or not (folder / "lock").exists()
 
 
-def claim(args, folder):
-    """Claim the run directory until this process ends. Returns why it cannot be had, in one line, or None."""
+def claim(args, folder: Path) -> str | None:
+    """Claim the run directory until this process ends. Returns the reason for a refusal, in one line, or None."""
     try:
         if not args.resume and occupied(folder):
-            go_on = "go on with it by --resume, " if saved_progress(folder) else ""
-            return f"{folder} exists, and nothing is overwritten: {go_on}give another --out or move it away."
+            advice = "continue it with --resume, " if saved_progress(folder) else ""
+            return f"{folder} exists, and nothing is overwritten: {advice}give another --out or move it away."
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / "lock", "a")
     except OSError as error:
@@ -191,50 +187,48 @@ def claim(args, folder):
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        return f"{folder}: another process is running it."
+        return f"{folder}: another process is using it."
     CLAIMS.append(lock)
     return None
 
 
-def write_header(args, script, folder):
-    """args.json, environment.json and a copy of the code that is about to run; of a run that goes on, its environment only."""
+def write_header(args, script: Path, folder: Path) -> None:
+    """Write args.json, environment.json and a copy of the code; of a resumed run only the arguments and environment."""
     last = saved_progress(folder)
     if args.resume and last:
         write_json(folder / f"environment-after-{last}.json", environment())
         for part in (script, *(p for package in PACKAGES for p in sorted((ROOT / package).rglob("*.py")))):
             copy = folder / part.relative_to(ROOT if part != script else script.parent)
             if not copy.exists() or copy.read_bytes() != part.read_bytes():
-                notice(
-                    f"warning: {copy.relative_to(folder)} is not what it was when the run began (the copy is in {folder})"
-                )
+                notice(f"warning: {copy.relative_to(folder)} has changed since the run began (old version: {copy})")
         begun = json.loads((folder / "args.json").read_text())
         write_json(folder / "args.json", begun | dataclasses.asdict(args) | {"resume": False})
-        notice(f"goes on after {last}: {folder}")
+        notice(f"resumes after {last}: {folder}")
         return
     if args.resume:
-        notice(f"{folder} ended before its first checkpoint: it begins anew")
-    for old in ("metrics.jsonl", "samples.jsonl"):  # of a run that ended before its first checkpoint
+        notice(f"{folder} ended before its first checkpoint: it starts again")
+    for old in ("metrics.jsonl", "samples.jsonl"):  # from a run without a checkpoint
         (folder / old).unlink(missing_ok=True)
     write_json(folder / "args.json", dataclasses.asdict(args) | {"resume": False})
     write_json(folder / "environment.json", environment())
     shutil.copy(script, folder / script.name)
-    without = shutil.ignore_patterns("__pycache__", "*.safetensors", "tokenizer*.json")  # the embedded bases
+    without = shutil.ignore_patterns("__pycache__", "*.safetensors", "tokenizer*.json")  # skips the embedded bases
     for package in PACKAGES:
         shutil.copytree(ROOT / package, folder / package, ignore=without, dirs_exist_ok=True)
     preset = EMBEDDED[args.model].preset if args.model in EMBEDDED else {}
-    kept = {k: v for k, v in preset.items() if vars(args).get(k) == v}
-    if kept:
-        notice(f"preset of {args.model}: " + " ".join(f"--{k} {v}" for k, v in kept.items()))
+    used = {k: v for k, v in preset.items() if vars(args).get(k) == v}
+    if used:
+        notice(f"preset of {args.model}: " + " ".join(f"--{k} {v}" for k, v in used.items()))
     notice(f"run directory: {folder}")
 
 
-def environment():
-    """What a reader needs to repeat a run: versions, machine, commit, command."""
+def environment() -> dict:
+    """Return all that is needed to repeat a run: versions, machine, commit, command."""
 
     def output(*command):
         try:
             done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
-        except OSError:  # no such program here
+        except OSError:  # no such program
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
@@ -253,7 +247,7 @@ def environment():
         "python": platform.python_version(),
         "machine": platform.platform(),
         "cores": os.cpu_count(),
-        "gpus": output("nvidia-smi", "--query-gpu=name,driver_version,plan.total", "--format=csv,noheader"),
+        "gpus": output("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"),
         "world_size": ranks.world_size(),
         "packages": {package: version(package) for package in packages},
     }

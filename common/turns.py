@@ -1,4 +1,4 @@
-"""What flows through a training step as plain data: Question -> Group -> Trajectory -> Turn.
+"""The plain data of a training step: Question -> Group -> Trajectory -> Turn.
 
 Token in, token out: a turn records the exact ids the engine was given and the exact ids it sampled.
 """
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Question:
-    """One question of a task. `golds`: every string that counts as right. `id` is unique within the task's data, `draw` within a run:
-    a question that is drawn twice is sampled anew, with other seeds."""
+    """One question of a task. `golds`: every string that counts as right. `id` is unique within the task's data, `draw`
+    within a run: a question that is drawn again is sampled with other seeds."""
 
     id: str
     text: str
@@ -20,7 +20,7 @@ class Question:
 
 @dataclass
 class Turn:
-    """One generation and what the environment answered.
+    """One generation and its observation.
 
     >>> turn = Turn(context_ids=[5, 6], action_ids=[7, 1], action_logps=[-0.1, -0.7], text="<search> Ada </search>")
     >>> turn.tool, turn.tool_status
@@ -35,35 +35,35 @@ class Turn:
     tool_input: str = ""
     tool_output: str = ""
     tool_status: str | None = None  # ok | invalid | error | timeout | None: no tool ran
-    observation_ids: list[int] = field(default_factory=list)  # what the environment appended; context only
+    observation_ids: list[int] = field(default_factory=list)  # appended by the environment; context only
     info: dict[str, float] = field(default_factory=dict)  # plain numbers an algorithm measures
 
     @property
-    def ran(self):
-        """Whether its tool call ran, well or not."""
+    def ran(self) -> bool:
+        """Return whether the turn's tool call ran, successfully or not."""
         return self.tool_status in ("ok", "error", "timeout")
 
 
 @dataclass
 class Trajectory:
-    """The turns from a question to the end. `stop`: answer | max_turns | length | context | invalid."""
+    """One rollout of a question. `stop`: answer | max_turns | length | context | invalid."""
 
     turns: list[Turn] = field(default_factory=list)
     answer: str | None = None
     outcome: float = 0.0  # the task's score, in [0, 1]
     stop: str = ""
-    forked: int = 0  # turns taken over from the trajectory it was forked from; the policy sampled the rest
+    forked: int = 0  # number of first turns shared with the trajectory it was forked from
     info: dict[str, float] = field(default_factory=dict)
 
     @property
-    def calls(self):
-        """The turns whose tool call ran, well or not."""
+    def calls(self) -> list[Turn]:
+        """Return the turns whose tool call ran, successfully or not."""
         return [turn for turn in self.turns if turn.ran]
 
 
 @dataclass
 class Group:
-    """Trajectories that are compared with each other: the samples of one question, or the siblings of one turn boundary."""
+    """Trajectories compared with each other: the samples of one question, or the siblings at one turn boundary."""
 
     question: Question
     trajectories: list[Trajectory]

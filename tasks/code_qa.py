@@ -1,4 +1,4 @@
-"""Functions to be written, judged by tests."""
+"""Functions that the model writes, scored by tests."""
 
 import contextlib
 import hashlib
@@ -6,33 +6,35 @@ import re
 import textwrap
 
 from common.environment import Failed
+from common.turns import Question
 from tasks import templates
 from tasks.math_qa import MathQA
+from tools.python import Python
 
 
 class CodeQA(MathQA):
-    """Functions to be written. The outcome is whether the data set's own tests pass, in the sandbox of the Python tool.
+    """Functions that the model writes. The outcome is 1 if the data set's tests pass in the sandbox, else 0.
 
-    The answer is the whole function, or what follows the question's text. What the question has above its function (imports, helpers)
-    is put before a whole one.
+    The answer is the whole function, or a continuation of the question's text. A whole function gets the code that the
+    question has above its function (imports, helpers).
     """
 
     question_format = "Complete this function, and answer with the whole function.\n{}"
 
-    def __init__(self, python, *args):
+    def __init__(self, python: Python, *args):
         super().__init__(*args)
         self.python = python
 
-    def score(self, answer, question):
+    def score(self, answer: str | None, question: Question) -> tuple[float, dict[str, float]]:
         prompt, name, test = (question.info[key] for key in ("prompt", "entry_point", "test"))
         code = templates.cleaned("python", answer or "")
         whole = re.search(rf"^(?:async )?def {re.escape(name)}\b", code, re.MULTILINE)
         before = prompt[: prompt.index(f"def {name}")] if whole else prompt
         if not whole:
-            # Out of a fence, or with a later line at the margin, none is indented; else only the first one has lost that.
+            # Code from a fence, or with a later line at the margin, lacks indentation; else only its first line does.
             bare = code != (answer or "").strip() or re.search(r"\n\S", code)
             code = textwrap.indent(code, "    ") if bare else f"    {code}"
-        # An answer that ends the process early would look like one that passed: so the last words must be these.
+        # An answer that exits early must not pass, so the output has to end with this hash.
         passed = hashlib.sha256(f"{question.id} {test}".encode()).hexdigest()
         program = f"{before}{code}\n{test}\ncheck({name})\nprint('{passed}')"
         with contextlib.suppress(Failed):

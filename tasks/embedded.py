@@ -1,24 +1,29 @@
-"""The embedded models: how each is built, and the settings that make it a sensible run by itself.
+"""The embedded models: their builders, and presets that give a sensible run without further flags.
 
-They become the parser's defaults, so an explicit flag wins. Shared fields only, equal for every script.
+A preset replaces the parser's defaults, so an explicit flag wins. It has only flags that all scripts share.
 """
+
+from pathlib import Path
 
 from common.models import EMBEDDED, Embedded
 
 
-def tiny():
+def tiny() -> Path:
+    """Return the folder of the tiny base for tiny_search."""
     from tasks.tiny import tiny_search
 
     return tiny_search.base()
 
 
-def tiny_math():
+def tiny_math() -> Path:
+    """Return the folder of the tiny base for tiny_math."""
     from tasks.tiny import tiny_math
 
     return tiny_math.base()
 
 
-def smollm2():
+def smollm2() -> Path:
+    """Return the folder of SmolLM2-135M-Instruct."""
     from tasks.smollm2 import smollm2
 
     return smollm2()

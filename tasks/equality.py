@@ -1,15 +1,16 @@
-"""Whether an answer to a mathematical question has the value of a gold: exact numbers at once, all else by math-verify (LaTeX, sympy).
+"""Compare mathematical answers with golds by value: numbers exactly, all else with math-verify (LaTeX, sympy).
 
-    numbers      integers, decimals, fractions, mixed and scientific ones, in plain text or LaTeX, are compared exactly: 0.5 is 1/2, and
-                 0.333 is not 1/3
-    percent      50% is 50, as most golds have it, and it is 0.5; 50% is not 0.5%
-    units        a common one that only one side has does not matter: 12 cm is 12 and 12 centimeters, but it is not 12 m
-    formulas     count by their value: 12+13 is 25, as for math-verify; a bound is no number: > 5 is not 5
-    words        any others are compared as they stand: "3 quarters" is not 3
-    \\boxed       of several boxed answers the last one counts
+    numbers      integers, decimals, fractions, mixed numbers and scientific notation, in plain text or LaTeX, are
+                 compared exactly: 0.5 equals 1/2, and 0.333 does not equal 1/3
+    percent      50% equals 50, as in most golds, and 0.5; 50% does not equal 0.5%
+    units        a common unit on only one side is ignored: 12 cm equals 12 and 12 centimeters, but not 12 m
+    formulas     are compared by value, as in math-verify: 12+13 equals 25; a bound is no number: > 5 does not equal 5
+    words        all others are compared as text: "3 quarters" does not equal 3
+    \\boxed       if there are several boxed answers, the last one counts
 
-math-verify can compute for ever (10^{10^{10}}) and limits its time by signals, which only work in a main thread. So it runs in a
-process of its own, started when first needed, and killed when it takes too long: the answer then counts as wrong.
+math-verify can compute forever (10^{10^{10}}) and limits its time by signals, which only work in the main thread. So it
+runs in a separate process, which is started on first use and killed when it takes too long: the answer then counts as
+wrong.
 """
 
 import contextlib
@@ -23,13 +24,13 @@ import threading
 from fractions import Fraction
 from pathlib import Path
 
-SECONDS = 5.0  # for one comparison
-START = 60.0  # for the process to start: it loads sympy
-MEMORY = 2 * 2**30  # bytes of its address space
-LONGEST = 1000  # characters of an answer that are looked at
+SECONDS = 5.0  # timeout of a comparison
+START = 60.0  # timeout of the start of the process, which loads sympy
+MEMORY = 2 * 2**30  # limit of its address space in bytes
+LONGEST = 1000  # characters; a longer answer counts as wrong
 SPACES = re.compile(r"(?<!\\)\\[,;:!\s]|\\q?quad\b|~")
 WRAPPED = re.compile(r"\\(?:left|right|displaystyle)\b")
-LEAD = re.compile(  # what may stand before the dollars of an answer
+LEAD = re.compile(  # text that may precede the dollars of an answer
     r"(?:.*(?:\b(?:is|are|that|answer|get|have|so|thus|therefore|hence),?|[a-z]\s*:)[\s*]*)?", re.DOTALL | re.IGNORECASE
 )
 LEFT = re.compile(r"(?:^|(?<=,))\s*(\\?[a-zA-Z]+\d?(?:_\{?\w+\}?)?|[a-zA-Z]\(\w\))\s*=(?!=)")  # x = 5, f(x) = x^2
@@ -41,7 +42,7 @@ VALUE = re.compile(
     rf"(?P<unit>\s*%|\s*°|\s+{UNIT}(?:(?:\s+|\s*/\s*){UNIT}){{0,2}})?",
     re.IGNORECASE,
 )
-# What may follow a number without changing it (each also with an s or es); between two bars, the names of one unit.
+# Words that may follow a number without changing its value, also with -s or -es. Between two bars: names of one unit.
 UNITS = {
     name: names.split()[0]
     for names in "mm millimeter millimetre|cm centimeter centimetre|dm|m meter metre|km kilometer kilometre|inch in|foot feet ft|"
@@ -52,17 +53,18 @@ UNITS = {
     for name in names.split()
 }
 SENTENCE = re.compile(r"(?<!\\)\b(?!(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|infty|frac|min|max)\b)[a-zA-Z]{2,}\b")
-NOT_PRODUCTS = set("or to of in is if by at as on no not nor and for per out but mod vs am pm".split())  # no products
+# Words of two or three letters that are not products of variables.
+NOT_PRODUCTS = set("or to of in is if by at as on no not nor and for per out but mod vs am pm".split())
 TEXT = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|begin|end)\s*\{[^{}]*\}")
 BOUND = re.compile(r"[<>≤≥≠]|\\(?:[lg]e(?:q|qslant)?|[lg]t|neq?)(?![a-zA-Z])")
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BARE_BOX = re.compile(r"\\boxed\s+([^\s${][^\s$]*)")  # \boxed 5
-BRACE = re.compile(r"(?<!\\)[{}]")  # an escaped one is text
+BRACE = re.compile(r"(?<!\\)[{}]")  # an escaped brace is text
 SUPERSCRIPTS = str.maketrans({c: f"^{n}" for n, c in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")})
 
 
-def equal(answer, golds):
-    """Whether the answer has the value of one of the golds. An empty one (or None) has not. Never raises."""
+def equal(answer: str | None, golds: list[str]) -> bool:
+    """Return whether the answer has the value of one of the golds; False for an empty answer or None. Never raises."""
     answer = plain(answer or "")
     golds = [gold for gold in map(plain, golds) if gold]
     if not answer or len(answer) > LONGEST:
@@ -81,8 +83,8 @@ def equal(answer, golds):
     return bool(unsettled) and formula(answer) and WORKER.ask(answer, unsettled)
 
 
-def latex(text):
-    """A formula as Python or Unicode prints it in LaTeX, without dollars and a unit: 2*pi**2 cm is 2*\\pi^{2}."""
+def latex(text: str) -> str:
+    """Convert a formula from Python or Unicode to LaTeX, without dollars and unit: 2*pi**2 cm becomes 2*\\pi^{2}."""
     text = re.sub(r"\\?\$", "", text.translate(SUPERSCRIPTS)).replace("<=", r"\le ").replace(">=", r"\ge ")
     text = re.sub(r"\*\*\s*(?:\(([^()]*)\)|(-?[\w.]+))", r"^{\1\2}", text).replace("**", "^")
     text = re.sub(r"√\s*(?:\(([^()]*)\)|(\d+|\w))", r"\\sqrt{\1\2}", text)
@@ -91,9 +93,9 @@ def latex(text):
     return text[: ends.start()] if ends and measure(ends[1]) else text
 
 
-def formula(text):
-    """Whether a text is one formula that can be computed, and not a sentence, several formulas, or a tower of powers."""
-    bare = re.sub(r"\^\s*(-?\w|\\[a-zA-Z]+)", r"^{\1}", TEXT.sub("", text))  # a bare caret takes one token
+def formula(text: str) -> bool:
+    """Return whether a text is one formula to compute, and not a sentence, several formulas, or a tower of powers."""
+    bare = re.sub(r"\^\s*(-?\w|\\[a-zA-Z]+)", r"^{\1}", TEXT.sub("", text))  # without braces the exponent is one token
     towers = re.search(r"\^\s*(?:\{[^{}]*\}\s*|[{(]*[^{}()^]*)\^", bare)
     words = SENTENCE.findall(bare)
     products = all(
@@ -102,8 +104,11 @@ def formula(text):
     return not (towers or not products or words == [bare.strip()] or re.search(r"[-+*/^_=.?]\s*$", bare))
 
 
-def comparable(answer, gold):
-    """Whether two formulas can mean the same: equations or bounds both, and the same variables where some are multiplied."""
+def comparable(answer: str, gold: str) -> bool:
+    """Return whether two formulas can be equal: both are equations or neither is, and likewise for bounds.
+
+    If one of them has products of variables, both must have the same variables.
+    """
     signs = [("=" in text, bool(BOUND.search(text))) for text in (answer, gold)]
     interval = signs == [(False, False), (False, True)] and re.search(r"[(\[]", answer)  # (5, oo) is x > 5
     bare = [TEXT.sub("", text) for text in (answer, gold)]
@@ -111,14 +116,14 @@ def comparable(answer, gold):
     return (signs[0] == signs[1] or interval) and (letters[0] == letters[1] or not any(map(SENTENCE.search, bare)))
 
 
-def caseless(text):
-    """A text without the spaces that say nothing; a formula with one kind of fraction, a word without its case."""
+def caseless(text: str) -> str:
+    """Return the text without meaningless spaces. A formula gets one kind of fraction, words become lower case."""
     text = text.casefold() if SENTENCE.search(text) and "\\" not in text else re.sub(r"\\[dt]frac", r"\\frac", text)
     return re.sub(r"(?<![\d,])\s+|\s+(?!\d)", "", text)
 
 
-def boxed(text):
-    r"""What the last complete \boxed (or \fbox, as in MATH) of a text holds, braces inside kept; None without one.
+def boxed(text: str) -> str | None:
+    r"""Return the content of the last complete \boxed (or \fbox, as in MATH), with inner braces; None without one.
 
     >>> boxed(r"so \boxed{1}, no, \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
@@ -133,19 +138,19 @@ def boxed(text):
     return bare[-1].rstrip(".,") if bare else None
 
 
-def plain(text):
-    """A text without what only dresses an answer: the last box, dollars around it, spaces, \\text, a final point."""
+def plain(text: str) -> str:
+    """Return the text without the markup around an answer: the last box, dollars, spaces, \\text, a final period."""
     text = text.replace("−", "-").strip()
     inner = boxed(text)
     text = " ".join((text if inner is None else inner).replace("{,}", ",").split())
-    text = re.sub(r", ?\\! ?(?=\d{3})", ",", text)  # thousands as MATH spaces them
+    text = re.sub(r", ?\\! ?(?=\d{3})", ",", text)  # thousands separators as in MATH
     text = re.sub(r"(?<=\d)\\,(?=\d{3}\b)", "", text).replace("\\!", "")
     text = WRAPPED.sub(" ", SPACES.sub(" ", re.sub(r"(?<!\\)\\[()\[\]]", "$", text)))
     text = text.strip().removesuffix(".").strip()
     parts = re.split(r"(?<!\\)\$+", text)
-    if len(parts) > 2:  # formulas, perhaps in a sentence that does not say the contrary
-        said = LEAD.fullmatch(parts[0]) and not re.search(r"\b(?:not|no|nor|or|never|neither)\b|n't", parts[0])
-        text = " ".join(parts[1:] if said else parts).strip()
+    if len(parts) > 2:  # formulas, perhaps in a sentence without a negation
+        affirmed = LEAD.fullmatch(parts[0]) and not re.search(r"\b(?:not|no|nor|or|never|neither)\b|n't", parts[0])
+        text = " ".join(parts[1:] if affirmed else parts).strip()
     text = re.sub(r"(?<=.),? ?(?:\band\b|\\text ?\{ ?and ?\})(?=.)", ", ", text)
     text = re.sub(r"^\\(?:text|mbox)\s*\{([^{}]*)\}$", r"\1", text).strip()
     if LEFT.match(text) and len(set(LEFT.findall(text))) == 1:
@@ -155,8 +160,8 @@ def plain(text):
     return " ".join(text.split())
 
 
-def exact(text):
-    """(values, unit) of a text that is one number, else None; values has two entries for a percentage."""
+def exact(text: str) -> tuple[tuple[Fraction, ...], str] | None:
+    """Return (values, unit) of a text that is one number, else None. A percentage has two values."""
     text = re.sub(r"\\(?:text|mbox|mathrm|textbf|mathbf)\s*\{([^{}]*)\}", r" \1", text)
     text = re.sub(r"\\[dt]?frac\s*(?:\{\s*([\d.]+)\s*\}|(\d))\s*(?:\{\s*([\d.]+)\s*\}|(\d))", r" \1\2/\3\4", text)
     text = re.sub(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree", "°", text).replace("\\%", "%").replace("percent", "%")
@@ -173,12 +178,12 @@ def exact(text):
     return ((value, value / 100) if unit == "%" else (value,)), unit
 
 
-def measure(text):
-    """A unit by one of its names, as in foot^2 for square feet and ft²; None with a word that may change what it follows."""
+def measure(text: str) -> str | None:
+    """Return the canonical name of a unit, such as foot^2 for square feet and ft²; None if a word is unknown."""
     names = []
     for word in text.lower().replace("/", " per ").split():
         name, power = re.fullmatch(r"(.*?)[\^{]*([23²³]?)\}?", word).groups()
-        known = [UNITS[one] for one in (name, name.removesuffix("s"), name.removesuffix("es")) if one in UNITS]
+        known = [UNITS[form] for form in (name, name.removesuffix("s"), name.removesuffix("es")) if form in UNITS]
         if not known:
             return None
         names.append(known[0] + (power and "^" + power.translate(SUPERSCRIPTS).strip("^")))
@@ -186,7 +191,8 @@ def measure(text):
     return re.sub(r"\bsquare (\S+)", r"\1^2", re.sub(r"\bcubic (\S+)", r"\1^3", unit))
 
 
-def same_value(one, other):
+def same_value(one: tuple, other: tuple) -> bool:
+    """Return whether two results of `exact` have a value in common, and the same unit if both have one."""
     (values, unit), (others, other_unit) = one, other
     if unit and other_unit:
         return unit == other_unit and values[0] == others[0]
@@ -194,13 +200,13 @@ def same_value(one, other):
 
 
 class Worker:
-    """The process that runs math-verify, seen from the trainer. One question at a time; to be asked from any thread."""
+    """The trainer's side of the process that runs math-verify. Any thread may call it; calls run one at a time."""
 
     def __init__(self):
         self.lock, self.process, self.known = threading.Lock(), None, False
 
-    def ask(self, answer, golds):
-        """Whether math-verify takes the answer for one of the golds; False as well when it fails or does not come to an end."""
+    def ask(self, answer: str, golds: list[str]) -> bool:
+        """Return whether math-verify finds the answer equal to a gold; False also if it fails or takes too long."""
         with self.lock:
             try:
                 if self.process is None or self.process.poll() is not None:
@@ -208,7 +214,7 @@ class Worker:
                 self.process.stdin.write(json.dumps([answer, golds]).encode() + b"\n")
                 self.process.stdin.flush()
                 return self._answer(SECONDS) == b"1"
-            except (OSError, ValueError):  # it has ended, or did not start
+            except (OSError, ValueError):  # the process has ended, or did not start
                 self._kill()
                 return False
 
@@ -221,7 +227,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the trainer, which ends it
+            start_new_session=True,  # Ctrl-C must reach the trainer only, which then ends this process
         )
         if not self.known:
             self.known = True
@@ -230,7 +236,7 @@ class Worker:
             raise OSError("math-verify does not start")
 
     def _answer(self, seconds):
-        """The next byte it writes; b"" when it has ended. One that takes longer is killed."""
+        """Return the next byte of the process; b"" if it has ended, or took longer than `seconds` and was killed."""
         out = self.process.stdout.fileno()
         if select.select([out], [], [], seconds)[0]:
             return os.read(out, 1)
@@ -250,28 +256,28 @@ class Worker:
 WORKER = Worker()
 
 
-def serve():
-    """The worker process: a line in, `1` or `0` out, until the trainer has gone."""
+def serve() -> None:
+    """Run the worker process: for each line of stdin write `1` or `0` to stdout, until the trainer has ended."""
     import resource
     import signal
 
     from math_verify import parse, verify
 
     out = os.dup(1)
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # the output of libraries must not mix with the answers
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
-    def found(text):
+    def parsed(text):
         return parse(f"${text}$", parsing_timeout=None)
 
     os.write(out, b"r")
     for line in sys.stdin.buffer:
-        signal.alarm(int(SECONDS) + 1)  # it ends itself should the trainer have gone: the kernel sees to that
+        signal.alarm(int(SECONDS) + 1)  # SIGALRM ends this process if the trainer is no longer there to kill it
         right = False
         with contextlib.suppress(Exception):
             answer, golds = json.loads(line)
-            said = found(answer)
-            right = any(verify(found(gold), said, float_rounding=12, timeout_seconds=None) for gold in golds)
+            answer = parsed(answer)
+            right = any(verify(parsed(gold), answer, float_rounding=12, timeout_seconds=None) for gold in golds)
         signal.alarm(0)
         os.write(out, b"1" if right else b"0")
 

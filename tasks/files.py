@@ -1,18 +1,20 @@
 """JSONL files of questions."""
 
 import json
+import os
 import random
+from collections.abc import Callable
 
 from common.turns import Question
 from tasks.scores import normal_form
 
-TEST = 500  # questions of a file that are kept for eval.py
+TEST = 500  # test questions of a file, for eval.py
 
 
-def read_question(line, number, normal=normal_form):
-    """A Question of one line (bytes) of a file; its number becomes info["line"]. Raises ValueError saying what is wrong with it.
+def read_question(line: bytes, number: int, normal: Callable[[str], str] = normal_form) -> Question:
+    """Return the Question of one line of a file; `number` becomes info["line"]. Raises ValueError with the reason.
 
-    normal: the form in which some gold must not be empty.
+    normal: the normalisation after which at least one gold must not be empty.
     """
     try:
         item = json.loads(line.decode("utf-8-sig"))
@@ -29,21 +31,21 @@ def read_question(line, number, normal=normal_form):
             raise ValueError(f"{key} is missing; it has {', '.join(item) or 'nothing'}")
     text, golds, name = item["question"], item["answers"], item.get("id")
     if not isinstance(text, str) or not text.strip():
-        raise ValueError("question must be a string that is not empty")
+        raise ValueError("question must be a non-empty string")
     if not isinstance(golds, list) or not golds or not all(isinstance(gold, str) and gold.strip() for gold in golds):
-        raise ValueError("answers must be a list of strings that are not empty")
-    if not any(map(normal, golds)):  # one alias may be, such as "the"
-        raise ValueError("no answer is left after normalisation")
+        raise ValueError("answers must be a non-empty list of non-empty strings")
+    if not any(map(normal, golds)):  # a single alias may be empty, such as "the"
+        raise ValueError("every answer is empty after normalisation")
     if any("\ud800" <= c <= "\udfff" for c in "".join((text, *golds))):
-        raise ValueError("question and answers must be valid Unicode: half of a surrogate pair cannot be encoded")
+        raise ValueError("question and answers must be valid Unicode, without lone surrogates")
     return Question(f"line-{number}" if name is None else str(name), text, golds, info={"line": number})
 
 
-def read_questions(path, normal=normal_form):
-    """Questions of a JSONL file of {"question", "answers"[, "id"]}. Raises SystemExit naming file and line of the first bad one."""
+def read_questions(path: str | os.PathLike, normal: Callable[[str], str] = normal_form) -> list[Question]:
+    """Read a JSONL file of {"question", "answers"[, "id"]}. Raises SystemExit with file and line of the first error."""
     questions, seen = [], {}  # id -> line
     try:
-        lines = open(path, "rb")  # decoded line by line, to name the one that is not UTF-8
+        lines = open(path, "rb")  # decoded line by line, to report the line that is not UTF-8
     except OSError as error:
         raise SystemExit(f"--task {path}: {error.strerror}") from None
     with lines:
@@ -53,7 +55,7 @@ def read_questions(path, normal=normal_form):
             try:
                 question = read_question(line, number, normal)
                 if question.id in seen:
-                    raise ValueError(f"id {question.id} occurs twice: in line {seen[question.id]} too")
+                    raise ValueError(f"id {question.id} occurs twice, first in line {seen[question.id]}")
             except ValueError as error:
                 raise SystemExit(f"{path}, line {number}: {error}") from None
             seen[question.id] = number
@@ -63,15 +65,18 @@ def read_questions(path, normal=normal_form):
     return questions
 
 
-def single_spaced(text):
-    """A text with single spaces. For mathematics, where signs and case matter."""
+def single_spaced(text: str) -> str:
+    """Return the text with single spaces. For mathematics, where signs and case matter."""
     return " ".join(text.split())
 
 
-def split(questions, held_out, key=normal_form):
-    """(train, held-out, test): fixed pseudo-random parts of a file; `held_out` questions and TEST, but at most a quarter of the file each.
+def split(
+    questions: list[Question], held_out: int, key: Callable[[str], str] = normal_form
+) -> tuple[list[Question], list[Question], list[Question]]:
+    """Return (train, held-out, test), fixed pseudo-random parts of a file.
 
-    The test questions do not depend on `held_out`. No question text is in two of them, texts of the same key being the same.
+    held-out has `held_out` questions and test has TEST, each at most a quarter of the file. The test questions do not
+    depend on `held_out`. No text is in two parts; texts with the same key count as the same.
     """
     order = sorted(questions, key=lambda q: random.Random(q.text).random())
     quarter = max(1, len(order) // 4)
@@ -82,7 +87,7 @@ def split(questions, held_out, key=normal_form):
     train = [q for q in questions if key(q.text) not in taken]
     if not train:
         raise SystemExit(
-            f"{len(questions)} question(s) are too few: at least 3 of different text are needed, one each to train on, to "
-            "evaluate on while training, and to test on."
+            f"{len(questions)} question(s) are too few: training, evaluation during training and testing need "
+            "at least 3 different ones."
         )
     return train, *parts

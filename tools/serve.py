@@ -1,13 +1,14 @@
 """A retrieval server that speaks Search-R1's protocol: python -m tools.serve --corpus documents.jsonl [--dense MODEL]
 
     POST /retrieve  {"queries": [...], "topk": 3, "return_scores": true}
-                    -> {"result": [[{"document": {"id", "contents"}, "score"}, ...], ...]}, a list for each query;
-                    without return_scores the documents alone; without topk as many as --topk says
+                    -> {"result": [[{"document": {"id", "contents"}, "score"}, ...], ...]}, one list per query;
+                    only the documents without return_scores; --topk documents without topk
     GET /health     -> {"status": "ok", "documents": 21015324, "kind": "bm25"}
 
-BM25 is that of tools/search.py, so a server and --corpus give an agent the same text. --dense takes the nearest passages by the embeddings
-of a model: mean over tokens, length 1, inner product (faiss, exact).
-Documents and index are mapped from disk, not read into memory: --workers processes share one copy. docs/retrieval.md says the rest.
+BM25 is that of tools/search.py, so a server and --corpus give an agent the same text. --dense finds the nearest
+passages by the embeddings of a model: mean over tokens, length 1, inner product (faiss, exact).
+Documents and index are mapped from disk, not read into memory: --workers processes share one copy. docs/retrieval.md
+has the details.
 """
 
 import contextlib
@@ -21,18 +22,23 @@ import shutil
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from common import cache
 from tools import search
 
-SETTINGS = "TURNWISE_SERVE"  # the environment variable that hands the arguments to worker processes
-LENGTH = 256  # tokens of a query or passage that an embedding sees
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from numpy import ndarray
+
+SETTINGS = "TURNWISE_SERVE"  # environment variable that passes the arguments to worker processes
+LENGTH = 256  # most tokens of a query or passage that are embedded
 BATCH = 256  # passages embedded at a time
-BAR = 50 * 2**20  # bytes of a corpus whose reading shows a progress bar
-E5 = re.compile(r"(?<![a-z])e5(?![a-z0-9])")  # in the name of a model; e5-mistral pools in another way, and is refused
+BAR = 50 * 2**20  # bytes of a corpus above which reading it shows a progress bar
+E5 = re.compile(r"(?<![a-z])e5(?![a-z0-9])")  # in a model's name; e5-mistral pools differently and is refused
 
 
 @dataclass
@@ -40,35 +46,36 @@ class Args:
     """A retrieval server that speaks Search-R1's protocol."""
 
     corpus: str
-    """file with a document a line: {"id", "title", "text"}, or {"id", "contents"}"""
+    """file with one document per line: {"id", "title", "text"}, or {"id", "contents"}"""
     dense: str = ""
     """embed with this model (a folder or hub id, such as intfloat/e5-base-v2) instead of BM25"""
     prefixes: Literal["auto", "e5", "none"] = "auto"
-    """dense: "query: " and "passage: " before texts, as E5 models want it (auto: when the model's name says E5)"""
+    """dense: put "query: " and "passage: " before texts, as E5 models need (auto: if the model's name contains E5)"""
     index: str = ""
-    """dense: a faiss index that somebody made of this corpus with this model, line by line, instead of one of our own"""
+    """dense: an existing faiss index of this corpus and this model, in the order of the lines, instead of a new one"""
     backend: Literal["numpy", "numba"] = "numpy"
-    """BM25: numba is faster on a large corpus, and may order documents of equal score in another way"""
+    """BM25: numba is faster on a large corpus, and may order documents of equal score differently"""
     topk: int = 3
-    """documents for a query whose request does not say how many"""
+    """documents per query if the request does not set topk"""
     host: str = "127.0.0.1"
-    """address to listen at; 0.0.0.0 is every one this machine has, for anybody who reaches it"""
+    """address to listen on; 0.0.0.0: all addresses of this machine, open to anybody who can reach it"""
     port: int = 8000
-    """port to listen at"""
+    """port to listen on"""
     workers: int = 1
-    """processes that answer"""
+    """server processes"""
 
 
 # ---- documents
 
 
 class Corpus:
-    """The documents of a file, each read when it is asked for. Raises OSError or ValueError as search.read_corpus does.
+    """The documents of a file, each read on access. Raises OSError or ValueError as search.read_corpus does.
 
-    The file is read through once, to check it and to note where each line starts. What is noted is kept under the file's path, size and time.
+    The file is read through once, to check it and to find the start of each line. The starts are cached under the
+    file's path, size and time.
     """
 
-    def __init__(self, path):
+    def __init__(self, path: str | Path):
         path = Path(path).resolve()
         state = path.stat()
         key = hashlib.sha256(repr((str(path), state.st_size, state.st_mtime_ns, _version())).encode()).hexdigest()[:16]
@@ -81,10 +88,10 @@ class Corpus:
         with open(path, "rb") as file:
             self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.starts)
 
-    def __getitem__(self, i):
+    def __getitem__(self, i: int) -> search.Document:
         if not 0 <= i < len(self.starts):
             raise IndexError(i)  # ends a loop over documents
         start = int(self.starts[i])
@@ -105,16 +112,16 @@ def _note(path, size, folder):
                 yield document
 
         fingerprint = search.fingerprint(documents())
-    beside = Path(f"{folder}.new")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    _numpy().save(beside / "starts.npy", _numpy().array(starts, dtype="int64"))
-    (beside / "fingerprint").write_text(fingerprint)
-    beside.rename(folder)  # whole or not at all
+    temporary = Path(f"{folder}.new")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    _numpy().save(temporary / "starts.npy", _numpy().array(starts, dtype="int64"))
+    (temporary / "fingerprint").write_text(fingerprint)
+    temporary.rename(folder)  # atomic: an interrupted run leaves no folder
 
 
 def _numpy():
-    import numpy  # here and not above: --help answers without it
+    import numpy  # not at module level: --help works without it
 
     return numpy
 
@@ -129,13 +136,20 @@ def _version():
 
 
 class Dense:
-    """The documents whose embeddings are nearest to a query's, with find_all as Search has it. One request at a time, for it fills the device.
+    """A search by embeddings, with the same find_all as Search. It embeds one batch at a time: that fills the device.
 
-    The embeddings are made once, with a progress bar, and cached on disk under a hash of corpus and model. On a GPU the model runs in
-    half precision. Raises SystemExit for what is missing or does not fit.
+    The corpus is embedded once, with a progress bar, and cached on disk under a hash of corpus and model. On a GPU the
+    model runs in half precision. Raises SystemExit if a package is missing, or model, index and corpus do not fit.
     """
 
-    def __init__(self, documents, model, prefixes="auto", index="", threads=0):
+    def __init__(
+        self,
+        documents: Sequence[search.Document],
+        model: str,
+        prefixes: str = "auto",
+        index: str = "",
+        threads: int = 0,
+    ):
         for package in ("faiss", "torch", "transformers"):
             if not importlib.util.find_spec(package):
                 pin = {"faiss": "faiss-cpu==1.15.1"}.get(package, package)
@@ -155,11 +169,11 @@ class Dense:
             self.tokenizer = AutoTokenizer.from_pretrained(model)
             self.model = AutoModel.from_pretrained(model, dtype=dtype).to(self.device).eval()
         except (OSError, ValueError) as error:
-            words = str(error).strip().split("\n")[0]
-            raise SystemExit(f"--dense {model}: no model of transformers could be loaded from there: {words}") from None
+            reason = str(error).strip().split("\n")[0]
+            raise SystemExit(f"--dense {model}: transformers could not load a model from there: {reason}") from None
         if getattr(self.model.config, "is_encoder_decoder", False) or "mistral" in str(self.model.config.model_type):
             raise SystemExit(
-                f"--dense {model}: only encoders whose embedding is the mean over tokens, such as E5 and MiniLM."
+                f"--dense {model}: choose an encoder whose embedding is the mean over tokens, such as E5 or MiniLM."
             )
         e5 = prefixes == "e5" or (prefixes == "auto" and E5.search(Path(model).name.lower()) is not None)
         self.query, self.passage = ("query: ", "passage: ") if e5 else ("", "")
@@ -172,11 +186,11 @@ class Dense:
             index = self._read(path)
         except RuntimeError as error:
             raise SystemExit(f"--index {path}: faiss cannot read it ({str(error).strip().splitlines()[-1]}).") from None
-        wide = self.model.config.hidden_size
-        if (index.ntotal, index.d) != (len(self.documents), wide):
+        size = self.model.config.hidden_size
+        if (index.ntotal, index.d) != (len(self.documents), size):
             raise SystemExit(
-                f"--index {path}: it holds {index.ntotal} vectors of {index.d} numbers; the corpus has {len(self.documents)} "
-                f"documents and the model makes {wide} numbers. It must be made of this corpus with this model."
+                f"--index {path}: it holds {index.ntotal} vectors of {index.d} numbers; the corpus has "
+                f"{len(self.documents)} documents and the model makes {size} numbers. Build it from this corpus."
             )
         return index
 
@@ -191,9 +205,9 @@ class Dense:
                 for start in trange(0, count, BATCH, desc="embedding the corpus", disable=count <= 4 * BATCH):
                     batch = [self.documents[i] for i in range(start, min(start + BATCH, count))]
                     index.add(self.embed([self.passage + search.contents(document) for document in batch]))
-                beside = Path(f"{path}.new")
-                self.faiss.write_index(index, str(beside))
-                beside.rename(path)  # whole or not at all
+                temporary = Path(f"{path}.new")
+                self.faiss.write_index(index, str(temporary))
+                temporary.rename(path)  # atomic: an interrupted build leaves no index
         return self._read(path)
 
     def _read(self, path):
@@ -207,10 +221,10 @@ class Dense:
             content.update(values.float().cpu().numpy().tobytes())
         return content.hexdigest()[:16]
 
-    def embed(self, texts):
-        """(N, d) float32 embeddings of N texts, each of length 1: the mean of the last layer over the text's tokens."""
+    def embed(self, texts: list[str]) -> "ndarray":
+        """Return (N, d) float32 embeddings of N texts: the last layer's mean over the tokens, scaled to length 1."""
         torch = self.torch
-        texts = [text.encode("utf-8", "replace").decode() for text in texts]  # half a surrogate pair is no text
+        texts = [text.encode("utf-8", "replace").decode() for text in texts]  # tokenizers reject half a surrogate pair
         tokens = self.tokenizer(texts, padding=True, truncation=True, max_length=self.length, return_tensors="pt")
         tokens = tokens.to(self.device)
         with torch.inference_mode():
@@ -219,24 +233,24 @@ class Dense:
             mean = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
             return torch.nn.functional.normalize(mean, dim=-1).cpu().numpy()
 
-    def find_all(self, queries, topk):
-        """A list of at most topk (document, score) for each query, the best first; an empty query finds none."""
-        found, asked = [[] for _ in queries], [i for i, query in enumerate(queries) if query.strip()]
-        for start in range(0, len(asked), BATCH):
-            part = asked[start : start + BATCH]
+    def find_all(self, queries: list[str], topk: int) -> list[list[tuple[search.Document, float]]]:
+        """Return at most topk (document, score) per query, the best first; none for an empty query."""
+        found, nonempty = [[] for _ in queries], [i for i, query in enumerate(queries) if query.strip()]
+        for start in range(0, len(nonempty), BATCH):
+            batch = nonempty[start : start + BATCH]
             with self.lock:
-                vectors = self.embed([self.query + queries[i] for i in part])
+                vectors = self.embed([self.query + queries[i] for i in batch])
                 scores, places = self.index.search(vectors, min(topk, len(self.documents)))
-            for i, *one in zip(part, places.tolist(), scores.tolist()):
-                found[i] = [(self.documents[place], score) for place, score in zip(*one) if place >= 0]
+            for i, *hits in zip(batch, places.tolist(), scores.tolist()):
+                found[i] = [(self.documents[place], score) for place, score in zip(*hits) if place >= 0]
         return found
 
 
 # ---- the server
 
 
-def open_index(args, threads=0):
-    """Search for the corpus, or Dense with so many threads (0: all). Raises SystemExit naming what is wrong with args."""
+def open_index(args: Args, threads: int = 0) -> search.Search | Dense:
+    """Return a Search, or a Dense with that many threads (0: all), for the corpus. Raises SystemExit for bad args."""
     try:
         documents = Corpus(args.corpus)
         if args.dense:
@@ -248,8 +262,8 @@ def open_index(args, threads=0):
         raise SystemExit(f"--corpus: {error}") from None
 
 
-def application(index, args):
-    """The FastAPI application that answers from an index."""
+def application(index: search.Search | Dense, args: Args) -> "FastAPI":
+    """Return the FastAPI application that answers from an index."""
     from fastapi import FastAPI, Response
     from fastapi.exceptions import RequestValidationError
     from pydantic import BaseModel, Field
@@ -263,7 +277,7 @@ def application(index, args):
     kind = f"dense: {args.dense}" if args.dense else "bm25"
 
     def answer(content, status=200):
-        # Not FastAPI's own: that would fail on half a surrogate pair, which JSON can hold and a corpus may.
+        # FastAPI's own encoding would fail on half a surrogate pair, which JSON, and so a corpus, can hold.
         return Response(json.dumps(content), status, media_type="application/json")
 
     @app.exception_handler(RequestValidationError)
@@ -273,25 +287,25 @@ def application(index, args):
             str(part) for part in first["loc"][1:] if isinstance(part, str) or first["type"] != "json_invalid"
         )
         wanted = '{"queries": ["..."], "topk": 3, "return_scores": true}'
-        return answer({"detail": f"{where or 'the body'}: {first['msg']}. Expected is {wanted}."}, 422)
+        return answer({"detail": f"{where or 'the body'}: {first['msg']}. Expected: {wanted}."}, 422)
 
     @app.post("/retrieve")
-    def retrieve(request: Request):  # not async: it runs in one of 40 threads, and /health answers meanwhile
+    def retrieve(request: Request):  # not async: it runs in one of 40 threads while /health answers
         found = index.find_all(request.queries, request.topk or args.topk)
-        plain = [[({"id": d["id"], "contents": search.contents(d)}, score) for d, score in one] for one in found]
+        plain = [[({"id": d["id"], "contents": search.contents(d)}, score) for d, score in hits] for hits in found]
         if request.return_scores:
-            return answer({"result": [[{"document": d, "score": score} for d, score in one] for one in plain]})
-        return answer({"result": [[d for d, _ in one] for one in plain]})
+            return answer({"result": [[{"document": d, "score": score} for d, score in hits] for hits in plain]})
+        return answer({"result": [[d for d, _ in hits] for hits in plain]})
 
     @app.get("/health")
-    async def health():  # in none of them: they may all be taken
+    async def health():  # async: it needs none of the threads, which may all be busy
         return {"status": "ok", "documents": len(index.documents), "kind": kind}
 
     return app
 
 
-def worker():
-    """The application in one of several processes. It ends with the process that started it, which may be killed."""
+def worker() -> "FastAPI":
+    """Return the application for one of several processes, which exits when the process that started it is gone."""
     args, parent = Args(**json.loads(os.environ[SETTINGS])), os.getppid()
 
     def watch():
@@ -303,65 +317,66 @@ def worker():
     return ready(args, max(1, (os.cpu_count() or 1) // args.workers))
 
 
-def ready(args, threads=0):
-    """The application, warm: the first query of all compiles, where something is compiled."""
+def ready(args: Args, threads: int = 0) -> "FastAPI":
+    """Return the application after a first query, which compiles the functions of numba, if it is used."""
     index = open_index(args, threads)
     index.find_all([search.PROBE], args.topk)
     return application(index, args)
 
 
-def listen(args):
-    """A socket bound to host and port, before hours may go into an index. Raises SystemExit when it cannot be."""
+def listen(args: Args) -> socket.socket:
+    """Return a socket bound to host and port, before an index takes hours. Raises SystemExit if binding fails."""
     try:
         family = socket.getaddrinfo(args.host, args.port, type=socket.SOCK_STREAM)[0][0]
-        place = socket.socket(family)
-        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        place.bind((args.host, args.port))
+        bound = socket.socket(family)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((args.host, args.port))
     except (OSError, OverflowError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise SystemExit(f"--host {args.host} --port {args.port}: {why}. --port takes another one.") from None
-    return place
+        reason = getattr(error, "strerror", None) or error
+        raise SystemExit(f"--host {args.host} --port {args.port}: {reason}. Choose another port or host.") from None
+    return bound
 
 
-def check(args):
-    """Raises SystemExit for arguments that cannot work, before anything is read."""
+def check(args: Args) -> None:
+    """Raise SystemExit for arguments that cannot work, before any file is read."""
     for name in ("topk", "workers"):
         if getattr(args, name) < 1:
-            raise SystemExit(f"--{name} {getattr(args, name)}: at least one.")
+            raise SystemExit(f"--{name} {getattr(args, name)}: must be at least 1.")
     for name in ("index", "prefixes"):
         if getattr(args, name) != getattr(Args, name) and not args.dense:
-            raise SystemExit(f"--{name}: for --dense only.")
+            raise SystemExit(f"--{name}: only with --dense.")
     missing = [name for name in ("fastapi", "uvicorn") if not importlib.util.find_spec(name)]
     missing += ["numba"] if args.backend == "numba" and not importlib.util.find_spec("numba") else []
     if missing:
-        raise SystemExit(f"serve: not installed: .venv/bin/pip install {' '.join(missing)}")
+        raise SystemExit(f"serve: missing packages: .venv/bin/pip install {' '.join(missing)}")
     if not Path(args.corpus).is_file():
         raise SystemExit(
-            f"--corpus {args.corpus}: no such file. It has a JSON object a line: id, title and text, or id and contents."
+            f"--corpus {args.corpus}: no such file. A corpus has a JSON object per line with id, title and text."
         )
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> None:
+    """Run the server with command-line arguments."""
     import tyro
 
     args = tyro.cli(Args, args=argv, prog="python -m tools.serve", use_underscores=True)
     check(args)
     import uvicorn
 
-    place = listen(args)
-    app = ready(args)  # also with workers: what is wrong is said here, and once, and they find the index built
+    bound = listen(args)
+    app = ready(args)  # also with workers: errors are reported once, and workers find the index built
     serving = f"serving {args.corpus} ({args.dense or 'bm25'}) at http://{args.host}:{args.port}/retrieve"
     quiet = dict(log_level="warning", access_log=False)
     if args.workers == 1:
         print(serving, flush=True)
         with contextlib.suppress(KeyboardInterrupt):
-            uvicorn.Server(uvicorn.Config(app, **quiet)).run(sockets=[place])
+            uvicorn.Server(uvicorn.Config(app, **quiet)).run(sockets=[bound])
         return
     del app
-    place.close()
+    bound.close()
     os.environ[SETTINGS] = json.dumps(asdict(args))
 
-    def announce():  # each worker opens the index again before it listens, which takes seconds
+    def announce():  # once a worker listens: each opens the index again first, which takes seconds
         while True:
             with contextlib.suppress(OSError), socket.create_connection((args.host, args.port), 1.0):
                 return print(serving, flush=True)

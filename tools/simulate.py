@@ -1,26 +1,28 @@
-"""A search engine played by a language model, as in ZeroSearch (arXiv:2505.04588): --retriever llm:http://host:8000/v1#model
+"""A language model that plays a search engine, as in ZeroSearch (arXiv:2505.04588).
 
-The model is asked to write documents for a query: useful ones, or noisy ones that are of no help. The share of noisy answers grows
-over training, so that the policy first learns to search, and then to do with bad results. It takes a server of the OpenAI kind
-(POST /v1/chat/completions), such as vLLM's, and no corpus.
+Flag: --retriever llm:http://host:8000/v1#model. The model writes documents for a query: useful ones, or noisy ones that
+do not help. The share of noisy answers grows over training, so the policy first learns to search, and then to cope with
+bad results. This needs an OpenAI-compatible server (POST /v1/chat/completions), such as vLLM's, and no corpus.
 
-Whether an answer is noisy depends on seed, query and training step alone. The request carries a seed of the same three, so where the
-server samples by it, the same query for the same question gets the same documents for a whole step, and a resumed run sees what
-it saw.
+Whether an answer is noisy depends only on seed, query and training step. The request carries a seed made of the same
+three, so if the server samples by it, the same query for the same question gets the same documents for a whole step,
+and a resumed run sees the same documents.
 """
 
 import hashlib
 import os
 import re
+from collections.abc import Sequence
 from concurrent.futures import Future
 
-from tools.search import PATIENCE, PROBE, Retriever, _NoResults, _short, _whole, as_text
+from common.turns import Question
+from tools.search import PATIENCE, PROBE, Document, Retriever, _NoResults, _short, _whole, as_text
 
 NOISE = (0.0, 0.5)  # share of noisy answers at the first step and at the last
-BASE = 4.0  # how much of the rise comes late: 1 would be a straight line
+BASE = 4.0  # how late the share rises: towards 1, the rise becomes a straight line
 TEMPERATURE, MAX_TOKENS = 0.8, 600
-WORDS = 30  # length of a document that is asked for
-KEY = "OPENAI_API_KEY"  # environment variable; what is in it goes to the server, as other clients of this protocol do
+WORDS = 30  # requested length of a document
+KEY = "OPENAI_API_KEY"  # environment variable with the key sent to the server, as in other clients of this protocol
 DOCUMENT = re.compile(r"^\W*doc(?:ument)?\W{0,3}\d+\b[^\w(\n]*", re.IGNORECASE | re.MULTILINE)
 TITLE = re.compile(r"\(\s*title\s*:\s*((?:[^()\n]|\([^()\n]*\))*)\)\W*?\s", re.IGNORECASE)
 
@@ -46,25 +48,28 @@ MAY = "Where the query asks for that answer, a document states it; where it asks
 MAY_NOT = "No document may state or hint at that answer."
 
 
-def noise(step, steps, start=NOISE[0], end=NOISE[1], base=BASE):
-    """Share of noisy answers at a step of `steps`: from start to end, ever faster (ZeroSearch's curriculum, its equation for p_i)."""
+def noise(step: int, steps: int, start: float = NOISE[0], end: float = NOISE[1], base: float = BASE) -> float:
+    """Return the share of noisy answers at a step of `steps`.
+
+    It rises from start to end, ever faster (ZeroSearch's curriculum, its equation for p_i).
+    """
     if step >= steps:
         return end
     return start + (base ** (step / steps) - 1) / (base - 1) * (end - start)
 
 
-def number(*what):
-    """63 bits that depend on `what` alone, in every process."""
-    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "big") >> 1
+def number(*values) -> int:
+    """Return 63 bits that depend only on the values, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "big") >> 1
 
 
-def written(text, cut=False):
-    """Documents {"title", "text"} in what the model wrote; its thoughts, and lines that belong to no document, are left out.
+def written(text: str, cut: bool = False) -> list[Document]:
+    """Return the documents {"title", "text"} in a model's output, without its thoughts and lines outside of documents.
 
-    cut: whether the text was cut off, so that its last line is no document.
+    cut: whether the output was cut off, so that its last line is incomplete.
     """
     text = text.rpartition("</think>")[2]
-    if "<think>" in text:  # it was still thinking
+    if "<think>" in text:  # the thought was cut off
         return []
     if cut:
         text = text.rpartition("\n")[0]
@@ -73,48 +78,59 @@ def written(text, cut=False):
     for (_, start), (end, _) in zip(starts, [*starts[1:], (len(text), 0)]):
         body = text[start:end].strip() + " "
         title = TITLE.match(body)
-        body = (
-            (body[title.end() :] if title else body).split("\n\n")[0].strip(" \n*")
-        )  # what comes after an empty line is a remark
+        # Text after an empty line is a remark.
+        body = (body[title.end() :] if title else body).split("\n\n")[0].strip(" \n*")
         if body:
             documents.append({"title": title[1].strip(' *"') if title else "", "text": body})
     return documents
 
 
 class Simulator(Retriever):
-    """Documents that a language model writes for a query, as the same text as Search's.
+    """A tool that returns documents written by a language model, as the same text as Search's.
 
-    address: llm:<url of an OpenAI-compatible server>, followed by #<model> where it serves several. steps, seed: of the training run.
-    A tool call is a request of its own, for such a server batches what comes together. Faults are dealt with as Retriever's are.
+    address: llm:<url of an OpenAI-compatible server>, followed by #<model> if it serves several. steps, seed: of the
+    training run. Each tool call is a separate request, because such a server batches concurrent requests. Faults are
+    handled as in Retriever.
     """
 
     expected = '{"choices": [{"message": {"content": "Doc 1 (Title: ...) ..."}}]}'
-    listens = (
-        "Such a server listens at /v1/chat/completions, and knows its models by name: llm:http://host:8000/v1#model."
-    )
-    slow = "Is its model loaded, and the server not overloaded?"
+    listens = "The server must have /v1/chat/completions and a model of that name: llm:http://host:8000/v1#model."
+    slow = "Is its model loaded? Is the server overloaded?"
 
-    def __init__(self, address, topk, timeout, steps, seed=0, span=NOISE, patience=PATIENCE):
-        """span: share of noisy answers at the first step and at the last."""
+    def __init__(
+        self,
+        address: str,
+        topk: int,
+        timeout: float,
+        steps: int,
+        seed: int = 0,
+        span: tuple[float, float] = NOISE,
+        patience: float = PATIENCE,
+    ):
+        """Connect to the server. span: share of noisy answers at the first step and at the last."""
         url, _, self.model = address.removeprefix("llm:").partition("#")
         base = _whole(url, "/v1", f"llm:{url}", "llm:http://127.0.0.1:8000/v1#model").rstrip("/")
         base = base.removesuffix("/chat/completions")
         self.models, self.step, self.steps, self.seed, self.span = f"{base}/models", 0, steps, seed, span
         self.probed = (PROBE, 0, None)
         super().__init__(f"{base}/chat/completions", topk, timeout, patience)
-        # A run that is resumed on another model would see other documents.
+        # A run resumed with a different model would see different documents.
         self.fingerprint = f"simulated by {self.model}, noise {span[0]:g} to {span[1]:g}"
 
-    def begin(self, step):
-        """Name the training step: from here on its share of answers is noisy. 0, as at the start: the smallest share."""
+    def begin(self, step: int) -> None:
+        """Set the training step, which determines the share of noisy answers: the smallest at 0, the initial step."""
         self.step = step
 
-    def noisy(self, query, step):
-        """Whether the answer to this query is noisy at this step."""
+    def noisy(self, query: str, step: int) -> bool:
+        """Return whether the answer to this query is noisy at this step."""
         return number("noise", self.seed, step, query) / 2**63 < noise(step, self.steps, *self.span)
 
-    def __call__(self, query, earlier=(), question=None):
-        """question: the Question behind the query. Its golds tell the model what useful documents lead to, and noisy ones avoid."""
+    def __call__(self, query: str, earlier: Sequence[str] = (), question: Question | None = None) -> str:
+        """Return the text of the documents that the model writes for a query.
+
+        question: the question behind the query. The model sees its golds: useful documents lead to them, noisy ones
+        avoid them.
+        """
         if not query.strip():
             return as_text([])
         answer = Future()
@@ -134,7 +150,7 @@ class Simulator(Retriever):
             "messages": [{"role": "user", "content": ask}],
             "temperature": TEMPERATURE,
             "max_tokens": MAX_TOKENS,
-            "seed": number("text", self.seed, step, query) >> 32,  # 31 bits: every server takes these
+            "seed": number("text", self.seed, step, query) >> 32,  # 31 bits, which every server accepts
         }
 
     def _texts(self, answer, calls):
@@ -144,7 +160,7 @@ class Simulator(Retriever):
         if not documents:
             raise _NoResults(
                 f"no documents but: {_short(text) or '(nothing)'}",
-                f"Wanted are lines such as 'Doc 1 (Title: ...) ...' within {MAX_TOKENS} tokens: another model may write them.",
+                f"Expected: lines such as 'Doc 1 (Title: ...) ...' within {MAX_TOKENS} tokens. Try another model.",
             )
         return [as_text(documents)]
 
@@ -153,19 +169,19 @@ class Simulator(Retriever):
             self.model = self._only_model()
         return super()._request(calls)
 
-    def _exchange(self, send, address, **what):
+    def _exchange(self, send, address, **options):
         key = os.environ.get(KEY)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        return super()._exchange(send, address, headers=headers, **what)
+        return super()._exchange(send, address, headers=headers, **options)
 
     def _only_model(self):
-        """The name of the one model that the server has. Raises _NoServer or _NoResults."""
+        """Return the name of the server's only model. Raises _NoServer or _NoResults."""
         answer = self._exchange(self.session.get, self.models)
         try:
             names = [str(model["id"]) for model in answer.json()["data"]]
         except (ValueError, KeyError, TypeError, RecursionError):
             names = []
         if len(names) != 1:
-            what = f"{self.models} lists {len(names)} models{': ' if names else ''}{', '.join(names[:5])}"
-            raise _NoResults(what, "Name one behind a #: llm:http://host:8000/v1#model.")
+            message = f"{self.models} lists {len(names)} models{': ' if names else ''}{', '.join(names[:5])}"
+            raise _NoResults(message, "Name one after the address: llm:http://host:8000/v1#model.")
         return names[0]

@@ -10,7 +10,7 @@ from view import report, show
 
 
 def plan(words: list[str]) -> None:
-    """Replace this process by `python train_grpo.py WORDS --dry_run`. If the first word names another script, run that one."""
+    """Replace this process by `python train_grpo.py WORDS --dry_run`, or by the script that the first word names."""
     script = words.pop(0) if words[:1] and words[0].endswith(".py") else str(run.ROOT / "train_grpo.py")
     os.execv(sys.executable, [sys.executable, script, *words, "--dry_run"])
 
@@ -37,12 +37,15 @@ def look(argv: list[str] | None = None) -> None:
     page.add_argument("folder", type=Path, help="run directory, such as out/RUN")
     page.add_argument("--out", type=Path, help="file to write (default: report.html in the run directory)")
 
-    planned = commands.add_parser("plan", help="print the memory a run will need: same as a script's --dry_run")
-    planned.add_argument("flags", nargs=argparse.REMAINDER, help="flags of train_grpo.py; or a script and its flags")
+    commands.add_parser(
+        "plan", help="print the memory that a run will need: flags of train_grpo.py, or a script and its flags"
+    )
 
-    args = parser.parse_args(argv)
+    args, flags = parser.parse_known_args(argv)
     if args.command == "plan":
-        plan(args.flags)
+        plan(flags)
+    if flags:
+        parser.error(f"unknown arguments: {' '.join(flags)}")
     if args.command == "report":
         print(report.write(args.folder, args.out or args.folder / "report.html"))
         return

@@ -185,6 +185,6 @@ def row(key: str) -> str:
 
 
 def hint(key: str) -> str:
-    """Return the meaning of a metric in up to three lines, or "" for an unknown metric, such as one that an algorithm adds."""
+    """Return the meaning of a metric in up to three lines, or "" if it is unknown: algorithms add their own."""
     titles = ("", "healthy: ", "otherwise: ")
     return "\n".join(title + cell for title, cell in zip(titles, MEANINGS.get(key, ())) if cell)

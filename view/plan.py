@@ -1,11 +1,12 @@
 """The plan of GPU memory that --dry_run prints, before anything is loaded.
 
-It is computed from the model's configuration and the arguments. The figures for parameters (the model is built without storage), adapter,
-4-bit packing, optimizer and KV bytes per token are exact. Activations are counted tensor by tensor for a decoder with a gated MLP. The
-figures marked ASSUMED and the engine's working memory are round, from vLLM 0.32's source. Nothing was measured on a GPU.
+It is computed from the model's configuration and the arguments. The figures for parameters (the model is built without
+storage), adapter, 4-bit packing, optimizer and KV bytes per token are exact. Activations are counted tensor by tensor
+for a decoder with a gated MLP. Figures marked ASSUMED and the engine's working memory are round, from vLLM 0.32's
+source. Nothing was measured on a GPU.
 
-The plan covers two moments, each a list of rows that add up to one rank's memory: `sampling` (engine awake, trainer idle) and `update`
-(engine asleep according to --sleep, during a forward and backward pass).
+The plan covers two moments, each a list of rows that add up to one rank's memory: `sampling` (engine awake, trainer
+idle) and `update` (engine asleep according to --sleep, during a forward and backward pass).
 """
 
 import contextlib
@@ -26,8 +27,8 @@ CARDS = {"24 GB": 23.6, "48 GB": 47.4, "80 GB": 79.1}  # GiB that torch reports 
 CONTEXT = 1.0 * GIB  # ASSUMED: CUDA context, libraries, communication buffers, fragmentation
 GRAPHS = 1.0 * GIB  # ASSUMED: the engine's CUDA graphs, for up to 512 concurrent requests
 PAGE = 16  # tokens in a KV page of vLLM on CUDA
-# Bytes per request and vocabulary entry: logits in bf16 and float32, sorted logits, sort order, two softmaxes, a cumulative sum. An upper
-# bound, from vLLM's V1 model runner: V2, the default on CUDA, omits top-k and top-p from its start-up run.
+# Bytes per request and vocabulary entry: logits in bf16 and float32, sorted, their order, two softmaxes, a cumulative
+# sum. An upper bound, from vLLM's V1 model runner: V2, the default on CUDA, starts up without top-k and top-p.
 SAMPLER = 30
 HEAD = 12  # bytes per logit of a chunk: log-probability, probability and a product in float32 (attention._TokenLogps)
 NF4_BLOCK, NF4_NESTED = 64, 256  # weights per scale, scales per scale of scales
@@ -48,7 +49,7 @@ class Sizes:
     """The dimensions of a model that the plan uses.
 
     parameters       all of them, tied ones counted once
-    linears          (in, out) of each linear layer except the output layer: these get an adapter, and --load_4bit packs them
+    linears          (in, out) of each linear layer but the output layer: those with an adapter, packed by --load_4bit
     norms            widths of the inputs of one layer's norms, summed
     unknown          parameters in other kinds of layers (experts), whose activations are not counted
     """
@@ -107,15 +108,15 @@ def sizes(model: torch.nn.Module) -> Sizes:
 
 
 def base_bytes(sizes: Sizes, item: int, load_4bit: bool, nested: bool = True) -> int:
-    """Return the bytes of the base model's weights. load_4bit packs all linear layers except the output layer; nested: see nf4_bytes."""
+    """Return the bytes of the base's weights. load_4bit packs all linear layers but the output layer."""
     packed = [i * o for i, o in sizes.linears] if load_4bit else []
     return (sizes.parameters - sum(packed)) * item + sum(nf4_bytes(count, nested) for count in packed)
 
 
 def nf4_bytes(count: int, nested: bool = True) -> int:
-    """Return the bytes of a matrix of `count` weights in NF4: half a byte per weight, a byte per 64 for their scale, and two levels of tables.
+    """Return the bytes of a matrix of `count` weights in NF4: half a byte each, a byte per 64 as scale, and tables.
 
-    nested: whether the scales are quantized too. False for the engine, whose plugin unpacks them to float32 after loading.
+    nested: whether scales are quantized too; False for the engine, whose plugin unpacks them to float32 after loading.
     """
     scales = -(-count // NF4_BLOCK)
     tables = scales + 4 * -(-scales // NF4_NESTED) + 4 * (16 + 256 + 1) if nested else 4 * scales + 4 * 16
@@ -123,11 +124,11 @@ def nf4_bytes(count: int, nested: bool = True) -> int:
 
 
 def host_bytes(sizes: Sizes, item: int, load_4bit: bool, parked: int) -> int:
-    """Return the host memory for the `parked` bytes of the engine's weights and adapter slot, with --sleep full; a rank never frees it.
+    """Return the host memory for the `parked` bytes of the engine's weights and adapter slot with --sleep full.
 
-    vLLM copies each segment of its GPU memory into a pinned block, and PyTorch rounds the size of a block up to a power of two. The
-    engine stores query, key and value as one matrix, and gate and up as one. Tensors without a separate segment share segments of
-    20 MiB (blocks of 32 MiB) or 2 MiB: they are counted twice.
+    A rank never frees it. vLLM copies each segment of its GPU memory into a pinned block, and PyTorch rounds the size
+    of a block up to a power of two. The engine stores query, key and value as one matrix, and gate and up as one.
+    Tensors without a separate segment share segments of 20 MiB (blocks of 32 MiB) or 2 MiB: they are counted twice.
     """
     query, key = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     layer = [query + 2 * key, query, 2 * sizes.intermediate, sizes.intermediate]  # each times hidden
@@ -150,8 +151,8 @@ def optimizer_bytes(sizes: Sizes, rank: int, optim: str) -> int:
 def saved_bytes(sizes: Sizes, item: int, rank: int) -> int:
     """Return the bytes per token that one layer saves for its backward pass.
 
-    The adapter computes in float32. Over a bf16 base each of its matrices saves a separate float32 copy of its input; over a float32
-    base the matrices that read the same tensor share it.
+    The adapter computes in float32. Over a bf16 base each of its matrices saves a separate float32 copy of its input;
+    over a float32 base the matrices that read the same tensor share it.
     """
     query, key = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     norms = 4 * sizes.norms  # each norm squares a float32 copy
@@ -184,7 +185,7 @@ def kv_bytes(sizes: Sizes, item: int) -> int:
 
 
 def working_bytes(sizes: Sizes, item: int, requests: int, card: int) -> int:
-    """Estimate the peak of vLLM's start-up run: the widest activations of a full step, or the sampler over all requests."""
+    """Estimate the peak of vLLM's start-up run: a full step's widest activations, or the sampler over all requests."""
     step = 16384 if card >= 70 * GIB else 8192  # max_num_batched_tokens by default (vLLM; 8192 on an A100)
     layer = item * step * (3 * sizes.intermediate + 2 * sizes.hidden)
     return max(layer, SAMPLER * requests * sizes.vocab)
@@ -214,8 +215,8 @@ class Plan:
         found = []
         if self.at_once < 1:
             found.append(
-                f"the engine will not start: beside its weights --gpu_memory leaves KV pages for {max(self.kv_tokens, 0)} tokens, less "
-                "than one --max_context"
+                f"the engine will not start: beside its weights --gpu_memory leaves room for {max(self.kv_tokens, 0)} "
+                "tokens of KV pages, less than one --max_context"
             )
         for moment in ("sampling", "update"):
             if (over := self.total(moment) - self.card) > 0:
@@ -304,7 +305,7 @@ CHANGES = (  # in the order in which they are tried, the cheapest first; one tha
 
 
 def remedy(sizes: Sizes, args, card: int, **options) -> str | None:
-    """Return the flags with which the run fits, as written on a command line, or None if no flags help. options: those of make().
+    """Return the flags with which the run fits, as on a command line, or None if none help. options: those of make().
 
     --load_4bit changes the base, and adamw_8bit rounds the optimizer's states; the others change memory and time only.
     """
@@ -357,7 +358,7 @@ def table(plans: dict[str, Plan], moment: str) -> list[str]:
 
 
 def verdict(name: str, plan: Plan, sizes: Sizes, args, **options) -> str:
-    """Return a line that reports whether the run fits on a card: with how many concurrent trajectories, or which flags help."""
+    """Return a line that reports whether the run fits on a card, how many trajectories at once, or which flags help."""
     if not (problems := plan.problems()):
         waiting = "" if plan.at_once >= plan.requests else f" of {plan.requests} requests; the others wait for pages"
         room = f"{plan.kv_tokens:,} tokens in KV pages, {plan.at_once} full trajectories at once{waiting}"
@@ -389,7 +390,7 @@ def weight_files(path: str, sizes: Sizes) -> str:
 
 
 def prompt_lines(task, args) -> list[str]:
-    """Return lines with the run's first prompt as the model sees it, and with how a trajectory of full length fits into --max_context."""
+    """Return lines with the first prompt as the model sees it, and with the length of a full trajectory."""
     question = task.take(1)[0]
     ids = task.prompt_ids(question)
     turns, observations = args.max_turns * args.max_turn_tokens, (args.max_turns - 1) * args.max_observation_tokens
@@ -404,14 +405,14 @@ def prompt_lines(task, args) -> list[str]:
     )
     if longest > args.max_context and args.context == "full":
         lines.append(
-            f"warning: a full trajectory does not fit: it ends at {args.max_context} tokens without an answer. It needs --max_context "
-            f"{longest}"
+            f"warning: a full trajectory does not fit: it ends at {args.max_context} tokens without an answer. It "
+            f"needs --max_context {longest}"
         )
     return lines
 
 
 def fit(args, task):
-    """Return the arguments if the run fits. With --dry_run print the first prompt and the memory plan instead; no model is loaded.
+    """Return the arguments if the run fits. With --dry_run print the first prompt and the memory plan; load no model.
 
     Raises SystemExit after a dry run, and for a model that the run could not load.
     """
@@ -432,8 +433,8 @@ def refuse_too_large(args) -> None:
     need = 1.15 * count * dtype.itemsize * copies / GIB  # 15 % more for activations and the engine's KV pages
     if need > (have := memory_gb()):
         raise SystemExit(
-            f"--model {path}: its {count / 1e9:.1f} billion parameters, in trainer and engine, need {need:.0f} GiB; this machine has "
-            f"{have:.0f} GiB and no GPU. Try python train_grpo.py --model tiny --task tiny_search"
+            f"--model {path}: its {count / 1e9:.1f} billion parameters, in trainer and engine, need {need:.0f} GiB; "
+            f"this machine has {have:.0f} GiB and no GPU. Try python train_grpo.py --model tiny --task tiny_search"
         )
 
 
@@ -466,7 +467,7 @@ def dry_run(args, task) -> None:
     print(weight_files(path, found), "", sep="\n")
     print(
         f"memory of one rank of {ranks.world_size()}, {args.model}: {found.parameters:,} parameters, "
-        f"{kv_bytes(found, 4 if args.dtype == 'float32' else 2):,} bytes of keys and values per token; GiB, computed and not measured"
+        f"{kv_bytes(found, 4 if args.dtype == 'float32' else 2):,} bytes of keys and values per token; GiB, estimated"
     )
     for moment in ("sampling", "update"):
         print(*table(plans, moment), sep="\n")
@@ -474,13 +475,13 @@ def dry_run(args, task) -> None:
         print(f"--sleep full: {host / GIB:.1f} GiB of host memory for each rank, from the first sleep to the end")
     if found.unknown:
         print(
-            f"warning: {found.unknown:,} parameters are in layers of an unknown kind (experts?): the plan underestimates the "
-            "activations"
+            f"warning: {found.unknown:,} parameters are in layers of an unknown kind (experts?): the plan "
+            "underestimates the activations"
         )
     if args.context != "full":
         print(
-            f"warning: --context {args.context}: each trained turn may be a separate row, and the rows of a trajectory are one "
-            f"micro-batch of up to {args.max_turns} x {args.max_context} tokens; the plan is for one row"
+            f"warning: --context {args.context}: each trained turn may be a separate row, and the rows of a trajectory "
+            f"are one micro-batch of up to {args.max_turns} x {args.max_context} tokens; the plan is for one row"
         )
     for name, made in plans.items():
         print(verdict(name, made, found, args, **options))

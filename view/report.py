@@ -1,7 +1,7 @@
-"""One HTML page of a run directory: curves of every metric, samples with their credit, settings. It opens from disk, without a network.
+"""One HTML page of a run directory: curves of every metric, samples with their credit, settings. Needs no network.
 
-The page is the template report.html with the run's data in it as JSON. The template's script inserts the output of models and tools as
-text, never as markup. Size is bounded: curves by a number of points, samples by a budget in bytes that the steps share.
+The page is the template report.html with the run's data in it as JSON. The template's script inserts the output of
+models and tools as text, never as markup. Size is bounded: curves by a number of points, samples by a budget in bytes.
 """
 
 import ast
@@ -19,7 +19,7 @@ CUTS = (8000, 4000, 2000, 1000, 500, 250, 120)  # characters per text; the first
 
 
 def write(folder: str | Path, path: str | Path) -> str:
-    """Write the page of a run directory to `path`. Returns a line with its size. Raises SystemExit if there is no run."""
+    """Write the page of a run directory. Returns a line with its size. Raises SystemExit if there is no run."""
     folder, path = Path(folder), Path(path)
     files = [folder / name for name in ("metrics.jsonl", "samples.jsonl")]
     if not any(file.is_file() for file in files):
@@ -75,7 +75,7 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def table(lines: list[dict]) -> list[tuple]:
-    """Return (name, first value, last value, step of the last) of each evaluation metric in show.TABLE that was measured."""
+    """Return (name, first value, last value, step of the last) of each measured metric in show.TABLE."""
     rows = []
     for name, key in show.TABLE:
         points = measured(lines, key)
@@ -113,7 +113,10 @@ def thin(points: list[tuple]) -> tuple[list[tuple[int, float]], int]:
 
 
 def arguments(folder: Path, args: dict) -> list[tuple]:
-    """Return (name, value, default, meaning) of each argument. Default and meaning come from the run's copy of its code, else None and ""."""
+    """Return (name, value, default, meaning) of each argument, the last two from the run's copy of its code.
+
+    If they are not found there, they are None and "".
+    """
     known = {}
     # The script comes last: its defaults override the shared ones.
     for file in filter(Path.is_file, (folder / "common" / "args.py", *folder.glob("*.py"))):
@@ -130,9 +133,10 @@ def arguments(folder: Path, args: dict) -> list[tuple]:
 
 
 def samples(path: Path) -> tuple[list[dict], int]:
-    """Return (blocks, number of omitted blocks). A block is one step and kind, with as many whole groups as fit its share of the budget.
+    """Return (blocks, number of omitted blocks). A block is a step and kind with as many whole groups as fit into it.
 
-    Groups with signal come first. The others keep the order of the file, so that evaluations show the same questions at every step.
+    Groups with signal come first. The others keep the file's order, so that evaluations show the same questions each
+    time.
     """
     blocks = show.index(path)
     kinds = {kind: sorted(step for step, k in blocks if k == kind) for _, kind in blocks}

@@ -1,4 +1,4 @@
-"""A run in the terminal: a table, a learning curve and one trajectory at its end; later any trajectory, turn by turn, in colour.
+"""A run in the terminal: at its end a table, a curve and a trajectory; later any trajectory, turn by turn, in colour.
 
     python -m view show out/RUN --worst       trajectories in the terminal
     python -m view report out/RUN             one HTML page (report.py)
@@ -31,7 +31,7 @@ BOLD, DIM, GREY, GREEN, RED = "1", "2", "90", "32", "31"
 
 
 def lines(path: Path) -> Iterator[tuple[int, dict]]:
-    """Yield (offset, object) of each line of a JSONL file. An incomplete last line is skipped: the run is writing it, or was killed."""
+    """Yield (offset, object) of each line of a JSONL file, except an incomplete last line of a run in progress."""
     offset = 0
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
@@ -93,7 +93,7 @@ def each(advantage: float | list[float] | None) -> list[float]:
 
 
 def credit(advantage: float | list[float] | None) -> float | None:
-    """Return a turn's advantage, or the mean over its tokens, or None if it is not trained. It determines the turn's colour."""
+    """Return a turn's advantage, the mean over its tokens, or None if it is not trained."""
     return statistics.fmean(each(advantage)) if each(advantage) else None
 
 
@@ -154,7 +154,7 @@ def visible(text: str) -> str:
 
 
 def tokens(text: str, count: int, tokenizer) -> str:
-    """Return a turn's text with a bar between its tokens, or unchanged if the tokenizer does not split it into the `count` sampled ones."""
+    """Return a turn's text with a bar between its tokens, or unchanged if the tokenizer finds another number."""
     ids = tokenizer.encode(text, add_special_tokens=False) if tokenizer else []
     return "|".join(tokenizer.decode([i]) for i in ids) if len(ids) == count else text
 
@@ -196,7 +196,7 @@ def describe(sample: dict, tokenizer=None, colour: bool = False, width: int | No
 
 
 def terminal() -> dict:
-    """Return the arguments of describe() for stdout: wrapped on a terminal only, in colour there unless NO_COLOR is set."""
+    """Return describe()'s arguments for stdout: on a terminal wrapped, and in colour unless NO_COLOR is set."""
     if not sys.stdout.isatty():
         return {}
     return {"colour": not os.environ.get("NO_COLOR"), "width": shutil.get_terminal_size().columns}

@@ -9,7 +9,7 @@ LABELS = {"em": "exact match", "f1": "F1", "tokens": "sampled tokens"}
 
 
 def table(summaries: dict[str, dict]) -> str:
-    """Return the summaries of tasks.stats.compare() as Markdown, one column each. A stop reason that never occurs has no row."""
+    """Return tasks.stats.compare()'s summaries as Markdown, one column each, without stop reasons that never occur."""
     lines = [f"| | {' | '.join(summaries)} |", "|---" * (1 + len(summaries)) + "|"]
     for key in next(iter(summaries.values())):
         row = [summary[key] for summary in summaries.values()]
@@ -20,7 +20,7 @@ def table(summaries: dict[str, dict]) -> str:
 
 
 def write(folder: Path, result: dict, lines: list[dict]) -> str:
-    """Write eval.json (the result), eval.md (its table) and samples.jsonl (the lines) of one benchmark. Returns the table as text."""
+    """Write a benchmark's eval.json (the result), eval.md (a table) and samples.jsonl (lines). Returns the table."""
     args = result["args"]
     title = (
         f"{args['model']} {args['adapter']}".strip()

@@ -1,7 +1,7 @@
-"""From scripted traces to a tiny base model: its tokenizer, its pretraining, and where it is kept.
+"""Make a tiny base model from scripted traces: its tokenizer, its pretraining, and its cache.
 
-A trace is what a trajectory looks like: a list of (text, kind), kind one of "prompt", "turn" (what the model writes) and "found" (a
-tool's output, without its tags). What the traces say is the business of a world: tiny_search.py (searching), tiny_math.py (Python).
+A trace has the form of a trajectory: a list of (text, kind), kind one of "prompt", "turn" (text of the model) and
+"found" (a tool's output, without its tags). tiny_search.py (searching) and tiny_math.py (Python) make the traces.
 """
 
 import contextlib
@@ -9,11 +9,18 @@ import hashlib
 import json
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common import cache
+from tasks.wordings import Wording
 
-# Heads of 32 are the smallest that vLLM serves on a CPU; contexts are short, hence the small theta.
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerFast
+
+# vLLM on a CPU needs a head size of at least 32. The small theta suits the short contexts.
 SHAPE = {
     "hidden_size": 128,
     "intermediate_size": 384,
@@ -25,14 +32,14 @@ SHAPE = {
 }
 BATCH = 32
 SHIPPED = Path(__file__).with_name("bases")
-SAMPLED = 256  # lessons that go into the key of a base
-MUON_LR, ADAM_LR = 0.02, 0.006  # of the matrices; of embeddings, norms and biases
+SAMPLED = 256  # lessons hashed into the key of a base
+MUON_LR, ADAM_LR = 0.02, 0.006  # learning rates of the matrices; of embeddings, norms and biases
 
 
-def make_tokenizer(texts, tags, min_frequency):
-    """Byte-level BPE of the pieces of wording that the texts hold at least `min_frequency` times; each of the tags is a token.
+def make_tokenizer(texts: list[str], tags: list[str], min_frequency: int) -> "PreTrainedTokenizerFast":
+    """Train a byte-level BPE tokenizer. Pieces occur in the texts at least `min_frequency` times; each tag is a token.
 
-    It splits text as Qwen2's tokenizer does: transformers loads the tokenizer of any Qwen2 model as that class.
+    It splits text as Qwen2's tokenizer does, because transformers loads the tokenizer of any Qwen2 model as that class.
     """
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
@@ -54,16 +61,16 @@ def make_tokenizer(texts, tags, min_frequency):
         tokenizer_object=bpe,
         pad_token="<pad>",
         eos_token="<eos>",
-        unk_token="<pad>",  # never needed, but the default would be one token more than the model has
+        unk_token="<pad>",  # never used, but the default would add a token that the model does not have
         clean_up_tokenization_spaces=False,
         model_max_length=1024,
     )
 
 
 def _encode(tokenizer, traces, prefix, around):
-    """Traces piece by piece as the trainer will hold them, but in one call of the tokenizer, which is far faster.
+    """Encode traces piece by piece, as in training, but in one call of the tokenizer, which is far faster.
 
-    -> list of (ids after the ids `prefix` that all have in common, for each of these ids whether the model writes it).
+    Return a list of (ids after the common ids `prefix`, for each of these ids whether the model writes it).
     """
     around = [tokenizer.encode(tag) for tag in around]
     encoded = iter(tokenizer([text for trace in traces for text, _ in trace])["input_ids"])
@@ -72,20 +79,20 @@ def _encode(tokenizer, traces, prefix, around):
         ids, own = [], []
         for _, kind in trace:
             piece = next(encoded)
-            if kind == "found":  # as tags.cut_observation: the outputs are shorter than any sensible limit
+            if kind == "found":  # as in tags.cut_observation, without a limit: the outputs are short
                 piece = around[0] + piece + around[1]
             ids += piece
             own += [kind == "turn"] * len(piece)
-        assert ids[: len(prefix)] == prefix, "the instruction must end where a token ends"
+        assert ids[: len(prefix)] == prefix, "the instruction must end at a token boundary"
         rows.append((ids[len(prefix) :] + [tokenizer.eos_token_id], own[len(prefix) :] + [True]))
     return rows
 
 
 def _train(tokenizer, lesson, steps, wording):
-    """Pretrain on scripted traces -> model (float32, on the CPU).
+    """Pretrain on scripted traces and return the model (float32, on the CPU).
 
-    lesson(rng, done) makes a trace, `done` being the share of the steps that lie behind; only what the model itself writes is
-    learned. All rows begin with the instruction: its keys and values are computed once a step and shared.
+    lesson(rng, done) makes a trace; `done` is the share of completed steps. The loss is on the text of the model only.
+    All rows begin with the instruction, so its keys and values are computed once a step and shared.
     """
     import torch
     from tqdm import tqdm
@@ -99,7 +106,7 @@ def _train(tokenizer, lesson, steps, wording):
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        attn_implementation="eager",  # on a CPU and at these lengths faster than the fused kernel
+        attn_implementation="eager",  # faster than the fused kernel on a CPU at these lengths
     )
     model = Qwen2ForCausalLM(config).float().train()
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
@@ -120,7 +127,7 @@ def _train(tokenizer, lesson, steps, wording):
         rows = sorted(_encode(tokenizer, traces, prefix, wording.around), key=lambda row: len(row[0]))
         loss = 0.0
         shared_prefix = model.model(torch.tensor([prefix]), use_cache=True).past_key_values
-        for part in (rows[: BATCH // 2], rows[BATCH // 2 :]):  # alike in length: less padding
+        for part in (rows[: BATCH // 2], rows[BATCH // 2 :]):  # rows of similar length need less padding
             width = max(len(ids) for ids, _ in part)
             ids = torch.tensor([ids + [tokenizer.pad_token_id] * (width - len(ids)) for ids, _ in part])
             learned = torch.tensor([own[1:] + [False] * (width - len(own)) for _, own in part])
@@ -138,10 +145,13 @@ def _train(tokenizer, lesson, steps, wording):
     return model.eval()
 
 
-def muon(matrices, lr, momentum, weight_decay):
-    """The optimizer Muon (Jordan et al., 2024), with Nesterov momentum, in float32.
+def muon(
+    matrices: "list[torch.nn.Parameter]", lr: float, momentum: float, weight_decay: float
+) -> "torch.optim.Optimizer":
+    """Return the optimizer Muon (Jordan et al., 2024), with Nesterov momentum, in float32.
 
-    torch.optim.Muon orthogonalises in bfloat16, which a CPU without such instructions emulates: ten times slower, and other numbers.
+    torch.optim.Muon orthogonalises in bfloat16. A CPU without bfloat16 emulates it, ten times slower and with other
+    results.
     """
     import torch
 
@@ -157,7 +167,7 @@ def muon(matrices, lr, momentum, weight_decay):
                     p.add_(update, alpha=-group["lr"] * max(1, p.shape[0] / p.shape[1]) ** 0.5)
 
     def orthogonal(matrix):
-        """The nearest matrix whose singular values are all about 1: five quintic Newton-Schulz steps."""
+        """Return the nearest matrix with all singular values about 1, by five quintic Newton-Schulz steps."""
         x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
         x = x / x.norm().clamp(min=1e-7)
         for _ in range(5):
@@ -168,16 +178,18 @@ def muon(matrices, lr, momentum, weight_decay):
     return Muon(matrices, dict(lr=lr))
 
 
-def key(lesson, steps, wording):
-    """A hash of what a base is made from: the hyper-parameters, the texts around questions and outputs, and lessons of every stage."""
+def key(lesson: Callable, steps: int, wording: Wording) -> str:
+    """Return a hash of everything that makes a base: hyper-parameters, prompt texts, and lessons of every stage."""
     lessons = [lesson(random.Random(i), i / SAMPLED) for i in range(SAMPLED)]
     made_from = [SHAPE, BATCH, MUON_LR, ADAM_LR, steps, wording.instruction, wording.around, lessons]
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
 
 
-def base(name, tokenizer, lesson, steps, wording):
-    """Directory of a tiny base (weights, tokenizer): the one that comes with the project, or, when what it is made from has changed, one
-    built at the first call on a machine, in some five minutes on two cores, and cached."""
+def base(name: str, tokenizer: Callable, lesson: Callable, steps: int, wording: Wording) -> Path:
+    """Return the directory of a tiny base (weights, tokenizer): the shipped one if the key matches, else a cached one.
+
+    The first call on a machine builds the cached one, in about five minutes on two cores.
+    """
     wanted = key(lesson, steps, wording)
     shipped = SHIPPED / name / wanted
     path = shipped if shipped.exists() else cache.cache_dir() / name / wanted
@@ -187,15 +199,15 @@ def base(name, tokenizer, lesson, steps, wording):
     return path
 
 
-def build(path, tokenizer, lesson, steps, wording):
+def build(path: Path, tokenizer: Callable, lesson: Callable, steps: int, wording: Wording) -> None:
     """Pretrain a base and save it in `path`, in float32."""
     import torch
 
-    beside = Path(f"{path}.new")  # renamed when whole: a killed build leaves nothing that counts
+    beside = Path(f"{path}.new")  # renamed when complete, so that a killed build leaves no base behind
     shutil.rmtree(beside, ignore_errors=True)
     made = tokenizer()
     threads = torch.get_num_threads()
-    torch.set_num_threads(2)  # always: with another number sums are rounded otherwise, and it is another base
+    torch.set_num_threads(2)  # always two: another number changes the rounding of sums, and so the base
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # not torch.manual_seed: it would seed the GPUs as well
         model = _train(made, lesson, steps, wording)

@@ -1,20 +1,21 @@
-"""The embedded default for mathematics: arithmetic in words, to be done step by step in Python, and a tiny base pretrained on it.
+"""The embedded task tiny_math: arithmetic in words, computed step by step in Python, and a tiny base pretrained for it.
 
-Questions: a number and 1 to 4 things to do to it ("Start with 12. First add 7. Second double it. Third subtract it from 90."). Each
-is a call of the tool that takes up what the call before gave. The first two numbers tell whether a question is trained on, held out, or
-only seen in pretraining, so none is in two of these parts.
+Questions: a number and 1 to 4 operations on it ("Start with 12. First add 7. Second double it. Third subtract it from
+90."). Each operation is a tool call that uses the output of the call before. The first two numbers decide whether a
+question is for training, held out, or for pretraining, so no question is in two of these parts.
 
-Base: made like the one of tiny_search.py. It reads the question, writes the code and copies what came back well, and it has bad habits: it
-stops a step short in most longer questions, gets two of the wordings wrong, and drops the sign of a negative answer. Where habits
-meet, hardly one answer in a group is right at the start, or none; and what is wrong is wrong by little or by much.
+Base: made like that of tiny_search.py. It reads questions, writes code and copies outputs well, and has bad habits: it
+stops a step short in most longer questions, gets two of the operations wrong, and drops the sign of a negative answer.
+If habits combine, at the start few answers of a group are right, or none, and the errors are small or large.
 """
 
 import random
+from pathlib import Path
 
 from tasks import wordings
 from tasks.tiny import pretrain
 
-OPERATIONS = {  # how a question says it, the code for it on the value x, and the code out of habit
+OPERATIONS = {  # phrases of a question, the right code for the value x, the wrong code of a habit (None: no habit)
     "add": (("add {n}", "increase it by {n}"), "{x} + {n}", None),
     "subtract": (("subtract {n}", "decrease it by {n}"), "{x} - {n}", None),
     "multiply": (("multiply it by {n}", "take it {n} times"), "{x} * {n}", None),
@@ -29,8 +30,8 @@ ORDINALS = ("First", "Second", "Third", "Fourth")
 LENGTHS = {1: 0.1, 2: 0.3, 3: 0.35, 4: 0.25}  # steps of a question: share
 TRAIN, HELD_OUT = 2000, 400  # questions
 
-# How likely a habit shows in a scripted trace. Greedy decoding turns a likelihood into always or never: above one half it is always.
-STOP = {1: 0.0, 2: 0.25, 3: 0.58, 4: 0.64}  # by the steps of the question
+# Probability of a habit in a scripted trace. Greedy decoding turns a probability into always (above one half) or never.
+STOP = {1: 0.0, 2: 0.25, 3: 0.58, 4: 0.64}  # by steps of the question
 HABIT = {"double": 0.6, "from": 0.68}
 SIGN = 0.75
 
@@ -43,18 +44,21 @@ TAGS = [f"<{slash}{tag}>" for tag in ("think", "python", "output", "answer") for
 
 
 def _part(start, number):
-    """Of a question with these first two numbers."""
+    """Return the part of a question with these first two numbers."""
     return ("train", "train", "held_out", "pretraining")[(start + 3 * number) % 4]
 
 
 def _compute(code):
-    """The value of `a + b`, `a - b` or `a * b`."""
+    """Return the value of `a + b`, `a - b` or `a * b`."""
     a, sign, b = code.split()
     return {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[sign]
 
 
 def _chain(rng, steps, part):
-    """A random chain of a part: (start, [(operation, number), ...], value). Its values are 1 to LARGEST; the last may be negative."""
+    """Return a random chain of a part: (start, [(operation, number), ...], value).
+
+    All intermediate values are 1 to LARGEST; the last value may be negative.
+    """
     while True:
         start = value = rng.randint(*START)
         chain = []
@@ -79,8 +83,8 @@ def _question(start, phrases):
     return f"Start with {start}." + "".join(steps)
 
 
-def questions():
-    """The task: (train, held_out), lists of {"id", "question", "answers", "steps"}, the same at every call."""
+def questions() -> tuple[list[dict], ...]:
+    """Return the task, (train, held_out), lists of {"id", "question", "answers", "steps"}, the same at every call."""
     parts = []
     for part, count in (("train", TRAIN), ("held_out", HELD_OUT)):
         rng, made = random.Random(part), {}
@@ -96,7 +100,7 @@ def questions():
 
 
 def _trace(rng, steps, flawed):
-    """One scripted trace: list of (text, kind), kind one of "prompt", "turn" and "found". What its code gives is always true."""
+    """Return a scripted trace, a list of (text, kind): "prompt", "turn" or "found". The outputs are always right."""
     start, chain, _ = _chain(rng, steps, "pretraining")
     phrases, value = _phrases(rng, chain), start
     trace = [(WORDING.instruction + wordings.question_line(_question(start, phrases)), "prompt")]
@@ -114,24 +118,24 @@ def _trace(rng, steps, flawed):
 
 
 def _copying(rng):
-    """A list of numbers and the same list again, as a trace: the quickest way to teach attention to copy what stands earlier."""
+    """Return a trace of numbers and the same numbers again: the fastest way to teach attention to copy earlier text."""
     listed = "".join(f" {rng.randint(-99, LARGEST)}" for _ in range(COPIED))
     return [(f"{WORDING.instruction}{listed}\n", "prompt"), (f"{listed}\n", "turn")]
 
 
 def _tokenizer():
-    """Of whole words and single digits."""
+    """Return a tokenizer of whole words and single digits."""
     rng = random.Random(1)
     texts = [text for i in range(TOKENIZER_TRACES) for text, _ in _trace(rng, 1 + i % 4, flawed=False)]
     return pretrain.make_tokenizer(texts, TAGS, TOKENIZER_TRACES // 60)
 
 
 def _lesson(rng, done):
-    """A trace to learn from when the share `done` of pretraining is over: copying, then up to 2 and up to 4 steps."""
+    """Return a trace for when the share `done` of pretraining is completed: copying, then up to 2 and up to 4 steps."""
     lesson = sum(done >= end for end in LESSONS)
     return _trace(rng, rng.randint(1, 2 * lesson), flawed=True) if lesson else _copying(rng)
 
 
-def base():
-    """Directory of the tiny base for mathematics (weights, tokenizer)."""
+def base() -> Path:
+    """Return the directory of the tiny base for mathematics (weights, tokenizer)."""
     return pretrain.base("tiny-math", _tokenizer, _lesson, STEPS, WORDING)

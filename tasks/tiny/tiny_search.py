@@ -1,16 +1,18 @@
-"""The embedded default: a fictional world to search in, and a tiny base model that is pretrained on it from nothing.
+"""The embedded task tiny_search: a fictional world to search in, and a tiny base model pretrained for it from scratch.
 
-World: people, firms and towns, one short passage each. A question names one of them and asks for what lies 1 to 3 relations
-away ("Who is the mayor of the town that is home to Ada Cole?"); each relation stands in another passage, so with more than one a
-search finds the next link of the chain and not the answer at once. There are three groups of names that share no name: two worlds with a
-passage for each name (one to train on, one held out), and the rest, from which the base's pretraining traces are made.
+World: people, firms and towns, one short passage each. A question names one of them and asks for an entity 1 to 3
+relations away ("Who is the mayor of the town that is home to Ada Cole?"). Each relation is in another passage, so with
+several relations a search finds the next link of the chain and not yet the answer. Three groups of names share no name:
+two worlds with a passage for each name (one for training, one held out), and the names for the base's pretraining
+traces.
 
-Base: a Qwen2 of 1 M parameters that has seen scripted traces of that game. It reads, copies and follows chains well, and it
-has a bad habit: most of its traces stop one search short. That is for reinforcement learning to cure.
+Base: a Qwen2 of 1 M parameters, pretrained on scripted traces of this task. It reads, copies and follows chains well,
+and has a bad habit: most of its traces stop one search short. Reinforcement learning can correct that.
 """
 
 import functools
 import random
+from pathlib import Path
 
 from tasks import wordings
 from tasks.tiny import pretrain
@@ -39,7 +41,7 @@ FIRM_SECOND = (
     "Mills Labs Foods Motors Press Tools Glass Steel Paper Textiles Energy Optics Toys Pumps Cables Ceramics".split()
 )
 
-# relation: (from what, to what, how a question asks for it)
+# relation: (kind it starts from, kind it leads to, phrases of a question)
 RELATIONS = {
     "home": ("person", "town", ("the home of {}", "the town that is home to {}")),
     "employer": ("person", "firm", ("the employer of {}", "the firm that employs {}")),
@@ -50,7 +52,7 @@ RELATIONS = {
     "mainstay": ("town", "firm", ("the mainstay of {}", "the firm that sustains {}")),
 }
 ASK = {"person": "Who is {}?", "firm": "Which firm is {}?", "town": "Which town is {}?"}
-# A passage names its entity in the title and at the start: for BM25 it then beats the passages that only mention the entity.
+# A passage names its entity in the title and at the start, so BM25 ranks it above passages that only mention it.
 PASSAGES = {
     "person": (
         "{me} has a home in {home} and works for the employer {employer}. The teacher was {teacher}.",
@@ -74,14 +76,14 @@ LESSONS = (0.2, 0.35, 0.5)  # shares of the steps at which copying, 1 hop and up
 WORDING = wordings.WORDINGS["search"]
 COPIED = 12  # names in a copying exercise
 TOKENIZER_TRACES = 6000
-# How likely a scripted trace of several hops is to stop one search short: mostly, but hardly ever when it starts from a firm.
-# Greedy decoding turns a likelihood into always or never: that share of the questions is what the base answers at the start.
+# Probability that a scripted trace of several hops stops one search short: high, but low if it starts from a firm.
+# Greedy decoding turns it into always or never: of these questions, the base answers those that start from a firm.
 STOP = {"person": 0.62, "firm": 0.05, "town": 0.62}
 TAGS = [f"<{slash}{tag}>" for tag in ("think", "search", "information", "answer") for slash in ("", "/")]
 
 
 def _names():
-    """{"train", "held_out", "pretraining"}: kind -> names; the three groups share no name."""
+    """Return {group: {kind: names}} for the groups train, held_out and pretraining, which share no name."""
     every = {
         "person": [f"{first} {last}" for first in FIRST for last in LAST],
         "firm": [f"{first} {second}" for first in FIRM_FIRST for second in FIRM_SECOND],
@@ -97,13 +99,13 @@ def _names():
 
 
 class _World:
-    """Facts and passages over the given names, made up when first asked for: a pretraining trace needs just a few of them."""
+    """Facts and passages about the given names, made on first use: a pretraining trace needs only a few of them."""
 
     def __init__(self, rng, names):
         self.rng, self.names, self.known = rng, names, {}
 
     def entity(self, kind, name):
-        """facts: relation -> name, and the passage that tells them."""
+        """Return ({relation: name}, the passage with these facts) of an entity."""
         if name not in self.known:
             facts = {}
             for relation, (start, end, _) in RELATIONS.items():
@@ -114,7 +116,7 @@ class _World:
         return self.known[name]
 
     def walk(self, relations, start):
-        """The names along the relations, start and answer included, and the passages read on the way."""
+        """Return the names along the relations, from start to answer, and the passages on the way."""
         path, passages = [start], []
         for relation in relations:
             facts, passage = self.entity(RELATIONS[relation][0], path[-1])
@@ -125,7 +127,7 @@ class _World:
 
 @functools.cache
 def _chains(hops):
-    """All sequences of `hops` different relations in which each starts from the kind of thing the one before leads to."""
+    """Return all sequences of `hops` different relations that each start from the kind that the one before leads to."""
     chains = [(relation,) for relation in RELATIONS]
     for _ in range(hops - 1):
         chains = [
@@ -142,11 +144,11 @@ def _question(rng, relations, start):
     for relation in relations[:-1]:
         phrase = rng.choice(RELATIONS[relation][2]).format(phrase)
     _, kind, phrases = RELATIONS[relations[-1]]
-    return ASK[kind].format(phrases[0].format(phrase))  # not the other wording: "which firm is the firm that ..."
+    return ASK[kind].format(phrases[0].format(phrase))  # the other phrase would give "Which firm is the firm that ..."
 
 
 def _questions(rng, world, count, prefix):
-    """`count` questions of one world in random order; the answer stands in no passage before the last, nor in the question."""
+    """Return `count` shuffled questions of a world. The answer is in no passage but the last, nor in the question."""
     questions = []
     for hops, share in QUESTIONS.items():
         asked = []
@@ -161,11 +163,11 @@ def _questions(rng, world, count, prefix):
     return [{"id": f"{prefix}-{i}", **question} for i, question in enumerate(questions)]
 
 
-def search_world():
-    """The task: (documents, train, held_out), the same at every call.
+def search_world() -> tuple[list[dict], list[dict], list[dict]]:
+    """Return the task, (documents, train, held_out), the same at every call.
 
-    documents: list of {"id", "title", "text"}, both worlds together; train, held_out: lists of {"id", "question", "answers",
-    "hops"}. No name and no fact is common to the training and the held-out half.
+    documents: list of {"id", "title", "text"} of both worlds; train, held_out: lists of {"id", "question", "answers",
+    "hops"}. The two worlds share no name and no fact.
     """
     documents, questions = [], []
     for group, count in (("train", TRAIN), ("held_out", HELD_OUT)):
@@ -178,9 +180,9 @@ def search_world():
 
 
 def _trace(rng, names, hops, flawed):
-    """One scripted trace in a world of its own: list of (text, kind), kind one of "prompt", "turn" and "found".
+    """Return a scripted trace in a new world: list of (text, kind), kind one of "prompt", "turn" and "found".
 
-    What is found is written as the search tool would write it: a query that is a title finds that passage.
+    The outputs have the format of the search tool: a query that is a title finds that passage.
     """
     relations = rng.choice(_chains(hops))
     start = RELATIONS[relations[0]][0]
@@ -195,26 +197,26 @@ def _trace(rng, names, hops, flawed):
 
 
 def _copying(rng, names):
-    """A list of names and the same list again, as a trace: the quickest way to teach attention to copy what stands earlier."""
+    """Return a trace of names and the same names again: the fastest way to teach attention to copy earlier text."""
     listed = "".join(f" {rng.choice(names[rng.choice(list(names))])}" for _ in range(COPIED))
     return [(f"{WORDING.instruction}{listed}\n", "prompt"), (f"{listed}\n", "turn")]
 
 
 def _tokenizer():
-    """Of whole words; a town stays two pieces, so that a new town is read and written like a known one."""
+    """Return a tokenizer of whole words. A town is two pieces, so that the model can read and write new towns."""
     names, rng = _names()["pretraining"], random.Random(1)
     texts = [text for i in range(TOKENIZER_TRACES) for text, _ in _trace(rng, names, 1 + i % 3, flawed=False)]
-    # Every word and half of a town is seen more often than that, a whole town less.
+    # Every word and every half of a town is more frequent than this threshold, a whole town less.
     return pretrain.make_tokenizer(texts, TAGS, TOKENIZER_TRACES // 60)
 
 
 def _lesson(names, rng, done):
-    """A trace to learn from when the share `done` of pretraining is over: copying, then 1, 2 and 3 hops."""
+    """Return a trace for when the share `done` of pretraining is completed: copying, then 1, 2 and 3 hops."""
     hops = sum(done >= end for end in LESSONS)
     return _trace(rng, names, rng.randint(1, hops), flawed=True) if hops else _copying(rng, names)
 
 
-def base():
-    """Directory of the tiny base (weights, tokenizer)."""
+def base() -> Path:
+    """Return the directory of the tiny base (weights, tokenizer)."""
     lesson = functools.partial(_lesson, _names()["pretraining"])
     return pretrain.base("tiny", _tokenizer, lesson, STEPS, WORDING)

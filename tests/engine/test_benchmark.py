@@ -152,4 +152,4 @@ def test_finished_benchmarks_are_kept_and_can_be_resumed(tmp_path):
     assert run.saved_progress(tmp_path / "run") is None
     tables.write(tmp_path / "run" / "gsm8k", args, "gsm8k", some, {"base": figures(1)})
     assert run.saved_progress(tmp_path / "run") == "benchmarks"
-    assert "go on with it by --resume" in run.claim(args, tmp_path / "run")
+    assert "continue it with --resume" in run.claim(args, tmp_path / "run")

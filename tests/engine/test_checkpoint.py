@@ -129,7 +129,7 @@ def test_the_last_finished_step_is_saved_when_the_run_ends(tmp_path, monkeypatch
     made.policy.train()  # step 8 is unfinished and dropped
     message = made.saver.rescue()
     assert kept(tmp_path) == ["step-7"] and adapter(tmp_path) == weight
-    assert said.startswith("Step 7 is saved in ") and said.endswith(" train_grpo.py --model tiny --resume")
+    assert message.startswith("Step 7 is saved in ") and message.endswith(" train_grpo.py --model tiny --resume")
     steps(made, 8, 10)
     assert made.saver.rescue() is None  # the run is complete
 
@@ -265,7 +265,7 @@ def words():
 
 
 def stopped_in_step_4(words, out, number, ranks=1):
-    """Start a run, send it a signal in the middle of step 4, and wait. Returns (exit code, output, seconds until it ended)."""
+    """Start a run, send it a signal in the middle of step 4, and wait. Returns (exit code, output, seconds it took)."""
     launch, environment = commands.launcher(ranks)
     log = open(f"{out}.err", "w+")
     started = subprocess.Popen(

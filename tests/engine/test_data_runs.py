@@ -1,4 +1,4 @@
-"""Every named data set is trained on and evaluated with the real engine, from files of its real schema, and hotpotqa as a user types it."""
+"""Training and evaluation of every named data set with the real engine, from files of its real schema."""
 
 import json
 import signal
@@ -23,7 +23,7 @@ TRAINED = [name for name, source in hub.SOURCES.items() if source.train]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What stands in for the hub, and a corpus for the sets that bring none along."""
+    """Return a folder in place of the hub, with a corpus for the sets that have none."""
     folder = tmp_path_factory.mktemp("hub")
     hub_rows.write(folder)
     lines = [json.dumps({"id": str(i), "title": f"Town {i}", "text": f"Its mayor is Ada {i}."}) for i in range(8)]
@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(qwen, tmp_path_factory):
-    """A policy and its engine, for all data sets."""
+    """Return a policy and its engine, for all data sets."""
     out = str(tmp_path_factory.mktemp("data") / "out")
     args = train_grpo.Args(model=qwen, out=out, max_context=1536, lora_rank=8, lora_alpha=16, lr=1e-3)
     policy = Policy(args, run.setup(args, train_grpo.__file__)[0])
@@ -58,7 +58,7 @@ def test_every_data_set_is_trained_on_and_evaluated(name, folder, qwen, model):
             engine.begin(step)
             groups = [group for phase in train_grpo.collect(engine, task, args) for group in phase]
             assert [len(group.trajectories) for group in groups] == [2, 2]
-            # A model of random weights is never right: the advantages are made up, so that there is something to learn.
+            # A random model is never right: made-up advantages give it something to learn.
             signs = [[[(-1.0) ** i] * len(t.turns) for i, t in enumerate(group.trajectories)] for group in groups]
             batch = pack(groups, signs)
             train_grpo.prepare(batch, policy, args)
@@ -69,10 +69,10 @@ def test_every_data_set_is_trained_on_and_evaluated(name, folder, qwen, model):
             assert policy.step()["updates"] == 1
             engine.publish(policy)
     else:
-        with pytest.raises(SystemExit, match="is a benchmark, without questions to train on: python eval.py"):
+        with pytest.raises(SystemExit, match="is a benchmark without training questions. Use: python eval.py"):
             tasks.load(args)
     task = tasks.load(args, "eval")
-    args.samples = 0  # as eval.py has it
+    args.samples = 0  # as in eval.py
     items = benchmarks.evaluate(engine, task, args, task.test[:2], "base", name)
     assert len(items) == len(task.test[:2]) > 0
     for figures, lines in items:
@@ -81,7 +81,7 @@ def test_every_data_set_is_trained_on_and_evaluated(name, folder, qwen, model):
 
 
 @pytest.mark.parametrize("name", SEARCHES)
-def test_what_needs_wikipedia_says_how_to_get_it(name, folder, qwen):
+def test_a_set_that_needs_wikipedia_says_how_to_get_it(name, folder, qwen):
     args = args_of(name, folder, model=qwen)
     args.corpus = ""
     with pytest.raises(SystemExit, match="wiki-18-corpus.*python -m tools.serve") as refused:
@@ -91,25 +91,39 @@ def test_what_needs_wikipedia_says_how_to_get_it(name, folder, qwen):
     assert tasks.load(args, "eval").tool is None
 
 
-def test_hotpotqa_is_the_default_and_needs_no_corpus_and_no_server(tmp_path):
-    """200 questions with their paragraphs: index, training, evaluation, and a list of benchmarks that goes on where it was cut off."""
-    hub_rows.write_hotpot(tmp_path / "hub")
-    assert train_grpo.Args().task == "hotpotqa"
-    hub = {"TURNWISE_DATA": str(tmp_path / "hub")}
-    out = tmp_path / "run"
+@pytest.fixture(scope="module")
+def hotpot(tmp_path_factory):
+    """Train on 200 questions of hotpotqa with their paragraphs. Returns (environment with the hub, run directory)."""
+    folder = tmp_path_factory.mktemp("hotpot")
+    hub_rows.write_hotpot(folder / "hub")
+    hub, out = {"TURNWISE_DATA": str(folder / "hub")}, folder / "run"
     words = f"--model tiny --task hotpotqa --steps 2 --questions 4 --group 4 --max_context 1024 --eval_questions 8 --out {out}"
     commands.command("train_tspo.py", *words.split(), env=hub)
+    return hub, out
+
+
+def test_hotpotqa_is_the_default_task():
+    assert train_grpo.Args().task == "hotpotqa"
+
+
+def test_hotpotqa_is_trained_on_without_corpus_and_server(hotpot):
+    _, out = hotpot
     before, *_, after = commands.read_lines(out / "metrics.jsonl")
     assert before["eval/tool_calls"] > 0 and after["step"] == 2 and after["rollout/trajectories"] == 16
     found = [
         turn["tool_output"] for s in commands.read_lines(out / "samples.jsonl") for turn in s["turns"] if turn["tool"]
     ]
-    assert found  # the tiny model does not know these words: what its queries find is nothing or anything
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TURNWISE_DATA", hub["TURNWISE_DATA"])
-        tool = tasks.load(train_grpo.Args(model="tiny", task="hotpotqa", topk=2)).tool
+    assert found  # their content is arbitrary: the tiny model does not know these words
+
+
+def test_hotpotqa_searches_its_paragraphs(hotpot, monkeypatch):
+    monkeypatch.setenv("TURNWISE_DATA", hotpot[0]["TURNWISE_DATA"])
+    tool = tasks.load(train_grpo.Args(model="tiny", task="hotpotqa", topk=2)).tool
     assert len(tool.documents) > 200 and tool(tool.documents[7]["title"]).startswith("Doc 1 (Title: ")
 
+
+def test_a_killed_list_of_benchmarks_resumes_after_the_finished_ones(hotpot, tmp_path):
+    hub, out = hotpot
     words = f"--adapter {out}/adapter --task hotpotqa,tiny_search --limit 4 --out {tmp_path}/bench"
     launch, environment = commands.launcher()
     finished, next_one = (tmp_path / "bench" / name / "eval.json" for name in ("hotpotqa", "tiny_search"))
@@ -123,4 +137,4 @@ def test_hotpotqa_is_the_default_and_needs_no_corpus_and_no_server(tmp_path):
     assert finished.read_text() == first and next_one.exists()
     rows = (tmp_path / "bench" / "benchmarks.md").read_text().splitlines()
     assert [row.split("|")[1].strip() for row in rows[2:]] == ["hotpotqa", "tiny_search", "mean"]
-    assert "hotpotqa, base" not in done.stderr and "goes on after benchmarks" in done.stdout + done.stderr
+    assert "hotpotqa, base" not in done.stderr and "resumes after benchmarks" in done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""eval.py: its figures by hand, where its arguments come from, and that it measures what training measured."""
+"""eval.py: its figures by hand, the source of its arguments, and the same figures as in training."""
 
 import json
 import random
@@ -60,7 +60,7 @@ def test_the_interval_of_a_share_is_that_of_the_binomial_distribution_and_repeat
 
 
 def test_a_difference_is_paired_by_question():
-    """The two systems vary a lot from question to question, and always together: only the paired difference is sharp."""
+    """Compare two systems that vary a lot over the questions, but together: only the paired difference is sharp."""
     rng = random.Random(1)
     base = [{"f1": rng.random()} for _ in range(100)]
     adapter = [{"f1": one["f1"] + 0.0625} for one in base]
@@ -79,7 +79,7 @@ def test_the_figures_of_a_trajectory():
     assert {k for k, v in figures.items() if k.startswith("stop_") and v} == {"stop_answer"}
 
 
-def test_the_table_has_a_row_for_each_figure_and_endings_only_where_there_were_some():
+def test_the_table_has_a_row_for_each_figure_and_for_endings_that_occurred():
     figures = [{"em": 1.0, "tool_calls": 2, "stop_answer": 1.0, "stop_length": 0.0}] * 3
     lines = tables.table(stats.compare({"base": figures, "adapter": figures}, 1)).splitlines()
     assert lines[:2] == ["| | base | adapter | adapter - base |", "|---|---|---|---|"]
@@ -115,7 +115,7 @@ def test_shared_fields_have_the_defaults_of_training():
 
 @pytest.fixture
 def trained(tmp_path):
-    """The directory of a run with two checkpoints, as training leaves it."""
+    """Return the directory of a run with two checkpoints, as training leaves it."""
     folder = tmp_path / "grpo-s1"
     for step in (5, 10):
         adapter = folder / "checkpoints" / f"step-{step}" / "adapter"
@@ -130,7 +130,7 @@ def trained(tmp_path):
     return folder
 
 
-def test_what_is_not_given_is_as_in_the_run_of_the_adapter(trained, monkeypatch, capsys):
+def test_missing_flags_come_from_the_run_of_the_adapter(trained):
     args = evaluation.parse(["--adapter", f"{trained}/adapter"])
     assert (args.model, args.task, args.corpus, args.topk, args.max_turns, args.seed) == (
         "tiny",
@@ -142,25 +142,32 @@ def test_what_is_not_given_is_as_in_the_run_of_the_adapter(trained, monkeypatch,
     )
     assert (args.template, args.load_4bit, args.systems, args.limit) == ("off", True, "both", 0)
     assert (args.adapter, args.out) == (f"{trained}/adapter", "out/eval-tiny-q-test-grpo-s1")
+
+
+def test_given_flags_override_those_of_the_run(trained):
     args = evaluation.parse(
         ["--topk", "5", f"--adapter={trained}/adapter", "--no-load_4bit", "--split=dev", "--limit=3"]
     )
     assert (args.topk, args.load_4bit, args.max_turns, args.limit) == (5, False, 4, 3)
     assert args.out == "out/eval-tiny-q-dev-grpo-s1"
+
+
+def test_a_retriever_replaces_the_corpus_of_the_run(trained):
     args = evaluation.parse(["--adapter", f"{trained}/adapter", "--retriever", "http://x/retrieve"])
-    assert (args.corpus, args.retriever) == ("", "http://x/retrieve")  # in place of the corpus, not beside it
-    for task in ("hotpotqa", "gsm8k", "q.jsonl,gsm8k"):  # the corpus goes with the run's own questions
+    assert (args.corpus, args.retriever) == ("", "http://x/retrieve")
+
+
+def test_the_corpus_of_the_run_is_only_for_its_own_questions(trained, capsys):
+    for task in ("hotpotqa", "gsm8k", "q.jsonl,gsm8k"):
         args = evaluation.parse(["--adapter", f"{trained}/adapter", "--task", task])
         assert (args.task, args.corpus, args.topk) == (task, "", 2)
         assert capsys.readouterr().err.endswith("; not --corpus c.jsonl\n")
         args = evaluation.parse(["--adapter", f"{trained}/adapter", "--task", task, "--corpus", "d.jsonl"])
         assert args.corpus == "d.jsonl"
     assert evaluation.parse(["--adapter", f"{trained}/adapter", "--task=q.jsonl"]).corpus == "c.jsonl"
-    monkeypatch.chdir(trained)
-    assert evaluation.parse(["--adapter", "adapter"]).topk == 2
 
 
-def test_an_evaluation_goes_on_in_the_folder_that_the_same_words_began_in(trained, tmp_path, monkeypatch):
+def test_resume_finds_the_folder_of_the_same_arguments(trained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["--adapter", f"{trained}/adapter", "--task", "hotpotqa,sub/test.jsonl", "--samples", "4"]
     begun = evaluation.parse(words)
@@ -175,18 +182,20 @@ def test_an_evaluation_goes_on_in_the_folder_that_the_same_words_began_in(traine
         evaluation.parse([*words, "--resume", "--samples", "2"])
 
 
-def test_a_checkpoint_and_an_adapter_that_was_linked_elsewhere_find_their_run_too(trained, tmp_path):
+def test_relative_paths_checkpoints_and_symlinks_find_their_run(trained, tmp_path, monkeypatch):
     args = evaluation.parse(["--adapter", f"{trained}/checkpoints/step-5/adapter"])
     assert (args.topk, args.out) == (2, "out/eval-tiny-q-test-grpo-s1-step-5")
     (tmp_path / "best").symlink_to(trained / "checkpoints" / "step-5" / "adapter")
     assert evaluation.parse(["--adapter", f"{tmp_path}/best"]).topk == 2
+    monkeypatch.chdir(trained)
+    assert evaluation.parse(["--adapter", "adapter"]).topk == 2
 
 
-def test_an_adapter_outside_a_run_and_a_base_alone_take_nothing(tmp_path):
+def test_an_adapter_outside_a_run_and_a_base_alone_take_the_preset(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "adapter_config.json").write_text("{}")
     args = evaluation.parse(["--model", "tiny", "--adapter", f"{tmp_path}/mine"])
-    assert (args.task, args.topk, args.systems) == ("tiny_search", 1, "both")  # the preset of the model
+    assert (args.task, args.topk, args.systems) == ("tiny_search", 1, "both")
     assert args.out == "out/eval-tiny-tiny_search-test-mine"
     args = evaluation.parse(["--model", "tiny"])
     assert (args.systems, args.out) == ("base", "out/eval-tiny-tiny_search-test")
@@ -202,48 +211,69 @@ def test_an_adapter_outside_a_run_and_a_base_alone_take_nothing(tmp_path):
         ("--temperature 0", "--temperature 0"),
     ],
 )
-def test_what_is_known_to_be_wrong_is_said_at_once(words, message):
+def test_bad_arguments_are_refused_at_once(words, message):
     with pytest.raises(SystemExit, match=message) as stopped:
         evaluation.parse(["--model", "tiny", *words.split()])
     assert "\n" not in str(stopped.value)
 
 
-# ---- the real thing
+# ---- evaluations of the tiny base, which has right and wrong answers, searches, and an update that changes them
 
 
 def texts(lines, **wanted):
-    """{(question, sample): text of each turn} of the lines of samples.jsonl that have what is wanted."""
+    """Return {(question, sample): text of each turn} of the lines of samples.jsonl with the wanted values."""
     chosen = [line for line in lines if all(line[k] == v for k, v in wanted.items())]
     return {(s["question_id"], s["sample"]): [t["text"] for t in s["turns"]] for s in chosen}
 
 
-def test_an_evaluation_measures_what_training_measured_and_repeats_itself(tmp_path, tiny_run):
-    """The tiny base, because it has something to be measured: right and wrong answers, searches, an update that changes them."""
-    trained, runs = tiny_run, {}
-    before, *_, after = commands.read_lines(trained / "metrics.jsonl")
-    theirs = commands.read_lines(trained / "samples.jsonl")
+def words_for(run, out):
+    return f"--adapter {run}/adapter --split dev --samples 2 --out {out}".split()
 
-    for name, ranks in (("one", 1), ("two", 2)):
-        words = f"--adapter {trained}/adapter --split dev --samples 2 --out {tmp_path}/{name}"
-        done = commands.command("eval.py", *words.split(), ranks=ranks)
-        runs[name] = commands.read_lines(tmp_path / name / "samples.jsonl")
-    whole = json.loads((tmp_path / "one" / "eval.json").read_text())
+
+@pytest.fixture(scope="module")
+def evaluated(tiny_run, tmp_path_factory):
+    """Evaluate the adapter of tiny_run on 1 rank and on 2. Returns {ranks: (folder, eval.json, samples, stdout)}."""
+    found = {}
+    for ranks in (1, 2):
+        folder = tmp_path_factory.mktemp("eval") / f"of{ranks}"
+        done = commands.command("eval.py", *words_for(tiny_run, folder), ranks=ranks)
+        whole = json.loads((folder / "eval.json").read_text())
+        found[ranks] = folder, whole, commands.read_lines(folder / "samples.jsonl"), done.stdout
+    return found
+
+
+def test_an_evaluation_has_the_figures_and_texts_of_training(evaluated, tiny_run):
+    before, *_, after = commands.read_lines(tiny_run / "metrics.jsonl")
+    theirs = commands.read_lines(tiny_run / "samples.jsonl")
+    _, whole, ours, _ = evaluated[1]
     for system, line, step in (("base", before, 0), ("adapter", after, 2)):
         for key in ("em", "turns", "tool_calls", "tool_used"):
             assert whole["figures"][system][key]["mean"] == line[f"eval/{key}"], (system, key)
         assert whole["figures"][system]["f1"]["mean"] == pytest.approx(line["eval/f1"], abs=1e-12)
-        said = texts(runs["one"], kind=f"{system} greedy")
-        assert len(said) == 40 and said == texts(theirs, kind="eval", step=step)
-    assert texts(runs["one"], kind="base greedy") != texts(runs["one"], kind="adapter greedy")
+        greedy = texts(ours, kind=f"{system} greedy")
+        assert len(greedy) == 40 and greedy == texts(theirs, kind="eval", step=step)
+    assert texts(ours, kind="base greedy") != texts(ours, kind="adapter greedy")
 
-    assert runs["one"] == runs["two"]  # neither the number of ranks nor a repetition changes a sample, or its place
-    assert whole["figures"] == json.loads((tmp_path / "two" / "eval.json").read_text())["figures"]
+
+def test_neither_a_second_rank_nor_a_repetition_changes_an_evaluation(evaluated):
+    (_, one, samples, _), (_, two, others, _) = evaluated.values()
+    assert samples == others and one["figures"] == two["figures"]
+
+
+def test_two_samples_of_a_question_differ_and_give_pass_at_k(evaluated):
+    _, whole, lines, _ = evaluated[1]
     for system in ("base", "adapter"):
-        sampled = texts(runs["one"], kind=f"{system} sampled")
+        sampled = texts(lines, kind=f"{system} sampled")
         assert len(sampled) == 80 and sum(sampled[q, 0] != sampled[q, 1] for q, _ in sampled) > 20
     assert {"pass@1", "pass@2"} <= set(whole["figures"]["adapter - base"]) and len(whole["questions"]) == 40
     assert whole["figures"]["base"]["em"]["mean"] > 0 and whole["figures"]["base"]["pass@2"]["mean"] > 0
-    text = (tmp_path / "one" / "eval.md").read_text()
-    assert "| exact match |" in text and text in done.stdout
-    again = commands.command("eval.py", *words.split(), check=False)
+
+
+def test_the_table_of_an_evaluation_is_written_and_printed(evaluated):
+    text = (evaluated[1][0] / "eval.md").read_text()
+    assert "| exact match |" in text and text in evaluated[2][3]
+
+
+def test_an_evaluation_is_not_overwritten(evaluated, tiny_run):
+    again = commands.command("eval.py", *words_for(tiny_run, evaluated[2][0]), check=False)
     assert again.returncode != 0 and "nothing is overwritten" in again.stderr and "Traceback" not in again.stderr

@@ -10,7 +10,7 @@ from common.turns import Question
 
 
 class Game(Environment):
-    """A task in which a text length divisible by 3 ends the episode and other texts call a tool. The ids decide the outcome."""
+    """A task in which texts of a length divisible by 3 end the episode and others call a tool."""
 
     def __init__(self, tokenizer, strip):
         super().__init__(tokenizer, Limits(turns=4, turn_tokens=12, stop=["e"], stop_ids=[tokenizer.eos_token_id]))

@@ -1,6 +1,6 @@
-"""The memory plan of --dry_run: held against models, adapters, optimizers and backward passes that really run.
+"""The memory plan of --dry_run, compared with real models, adapters, optimizers and backward passes.
 
-python tests/engine/test_memory.py --fix       writes the tables of docs/gpu.md anew
+python tests/engine/test_memory.py --fix       rewrites the tables of docs/gpu.md
 """
 
 import dataclasses
@@ -92,7 +92,7 @@ SMALL = dict(
 
 
 def config_only(folder, name):
-    """A folder with the config.json of a published model and a small tokenizer, and no weights."""
+    """Make a folder with the config.json of a published model and a small tokenizer, without weights."""
     folder.mkdir(parents=True, exist_ok=True)
     small_models.tokenizer().save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(NUMBERS[name]))
@@ -112,7 +112,7 @@ def published_sizes(published):
 
 @pytest.fixture(scope="module", params=["qwen2", "llama", "qwen3"])
 def small(request, tmp_path_factory):
-    """Folder of a small random model with grouped heads, whose head_dim is not hidden / heads."""
+    """Return the folder of a small random model with grouped heads, whose head_dim is not hidden / heads."""
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
     config = {"qwen2": Qwen2Config, "llama": LlamaConfig, "qwen3": Qwen3Config}[request.param]
@@ -131,7 +131,7 @@ def grpo_args(**changes):
 
 
 def packed(tokens, rows):
-    """A batch of equal rows, all of whose tokens but the first of a row are trained."""
+    """Return a batch of equal rows, in which all tokens but the first of a row are trained."""
     mask, length = torch.ones(tokens, dtype=torch.bool), tokens // rows
     mask[::length] = False
     zeros, none = torch.zeros(tokens), torch.zeros(tokens, dtype=torch.long)
@@ -142,7 +142,7 @@ def packed(tokens, rows):
 
 
 def allocated(action):
-    """(result, most bytes) that `action` had allocated at once beyond what there was before: by the profiler's record of the allocator."""
+    """Return (result, peak of the bytes that `action` allocated), from the profiler's record of the allocator."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as record:
         result = action()
     events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -192,7 +192,7 @@ def test_the_adapter_of_a_3b_model_by_hand(published_sizes):
         ("Qwen3-8B", 2 * 36 * 8 * 128 * 2),
     ],
 )
-def test_keys_and_values_of_a_token(published_sizes, name, by_hand):
+def test_bytes_of_the_keys_and_values_of_a_token(published_sizes, name, by_hand):
     assert plan.kv_bytes(published_sizes[name], 2) == by_hand
     assert name != "Qwen2.5-3B" or by_hand == 36_864
 
@@ -201,20 +201,20 @@ def test_a_4bit_base_takes_the_bytes_that_bitsandbytes_gives_it(small):
     from bitsandbytes.nn import Params4bit
 
     policy = Policy(grpo_args(model=small, load_4bit=True, dtype="bfloat16"))
-    held = 0
+    total = 0
     for p in policy.model.get_base_model().parameters():
         if p.requires_grad:
             continue
-        held += p.numel() * p.element_size()
+        total += p.numel() * p.element_size()
         if isinstance(p, Params4bit):
             state = p.quant_state
             parts = (state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code)
-            held += sum(t.numel() * t.element_size() for t in parts)
-    assert held == plan.base_bytes(plan.sizes(empty_model(small)), 2, load_4bit=True)
+            total += sum(t.numel() * t.element_size() for t in parts)
+    assert total == plan.base_bytes(plan.sizes(empty_model(small)), 2, load_4bit=True)
 
 
 def test_a_matrix_of_the_engine_s_4bit_base_takes_4_bytes_more_for_each_64_weights():
-    """vllm_bnb_plugin 0.0.3 (_dequantize_dq): the scales are unpacked to float32 at load, their own tables let go."""
+    """Unpack the scales to float32 and drop their tables, as vllm_bnb_plugin 0.0.3 (_dequantize_dq) does at load."""
     from bitsandbytes.functional import dequantize_blockwise, quantize_4bit
 
     packed, state = quantize_4bit(torch.randn(96, 200), compress_statistics=True, quant_type="nf4")
@@ -230,7 +230,7 @@ def test_the_optimizer_takes_the_bytes_of_its_states(small, optim):
     for p in policy.parameters:
         p.grad = torch.ones_like(p)
     policy.step()
-    states = {}  # the tables of the 8-bit code are shared, and a step count is a number
+    states = {}  # without the shared tables of the 8-bit code and the step counts
     for state in policy.optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.numel() > 1 and not name.startswith("qmap"):
@@ -242,11 +242,11 @@ def test_the_optimizer_takes_the_bytes_of_its_states(small, optim):
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float32", "4bit"])
-def test_what_a_forward_pass_keeps_is_what_the_plan_says_within_1_percent(small, kind):
+def test_the_activations_of_a_forward_pass_match_the_plan_within_1_percent(small, kind):
     item, tokens = (4 if kind == "float32" else 2), 256
     policy = Policy(grpo_args(model=small, dtype="float32" if item == 4 else "bfloat16", load_4bit=kind == "4bit"))
     weights = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
-    kept = {}  # storages, so that none is freed and its address used again
+    kept = {}  # storages: a reference keeps the allocator from using an address twice
 
     def keep(tensor):
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
@@ -262,7 +262,7 @@ def test_what_a_forward_pass_keeps_is_what_the_plan_says_within_1_percent(small,
 
 @pytest.mark.parametrize("grad_checkpoint", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_an_update_takes_what_the_plan_says_and_up_to_10_percent_less(small, dtype, grad_checkpoint):
+def test_an_update_takes_as_much_as_the_plan_or_up_to_10_percent_less(small, dtype, grad_checkpoint):
     tokens = 768
     args = grpo_args(model=small, dtype=dtype, grad_checkpoint=grad_checkpoint, micro_tokens=tokens, max_context=tokens)
     policy, batch = Policy(args), packed(tokens, rows=2)
@@ -276,7 +276,7 @@ def test_an_update_takes_what_the_plan_says_and_up_to_10_percent_less(small, dty
     _, measured = allocated(update)
     made = plan.make(plan.sizes(empty_model(small)), args, 24 * GIB)
     rows = {row.name: row.bytes for row in made.update}
-    gradients = rows["trainer: gradients"] // 2  # the flat copy comes after
+    gradients = rows["trainer: gradients"] // 2  # the other half is the flat copy, made after the backward pass
     planned = (
         gradients + rows["trainer: activations"] + rows["trainer: last hidden states"] + rows["trainer: at the peak"]
     )
@@ -284,7 +284,7 @@ def test_an_update_takes_what_the_plan_says_and_up_to_10_percent_less(small, dty
 
 
 @pytest.mark.parametrize("tokens", [48, 838, 1676, 2500])  # part of a chunk of 838, one, two, nearly three
-def test_a_chunk_of_logits_takes_12_bytes_a_number_however_many_there_are(published_sizes, tokens):
+def test_logits_take_12_bytes_per_number_of_one_chunk(published_sizes, tokens):
     vocab, width = 20_000, 16
     hidden = torch.randn(tokens, width, requires_grad=True)
     weight, ids = torch.randn(vocab, width), torch.arange(tokens)
@@ -300,7 +300,7 @@ def test_a_chunk_of_logits_takes_12_bytes_a_number_however_many_there_are(publis
 
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("load_4bit", [False, True])
-def test_the_rows_add_up_and_the_engine_s_are_its_share(published_sizes, name, load_4bit):
+def test_the_rows_add_up_and_those_of_the_engine_are_gpu_memory(published_sizes, name, load_4bit):
     card = 80 * GIB
     for sleep in ("none", "kv", "full"):
         args = grpo_args(load_4bit=load_4bit, sleep=sleep, gpu_memory=0.4)
@@ -311,19 +311,19 @@ def test_the_rows_add_up_and_the_engine_s_are_its_share(published_sizes, name, l
         engine = [row.bytes for row in made.sampling if row.name.startswith("engine")]
         assert sum(engine) == math.ceil(0.4 * card)
         trainer = [row for row in made.sampling if not row.name.startswith("engine")]
-        assert made.update[: len(trainer)] == trainer  # what the trainer holds always
+        assert made.update[: len(trainer)] == trainer  # the trainer's permanent memory
 
 
-def test_what_each_sleep_mode_leaves_free(published_sizes):
-    """none keeps all but the working memory of a step, kv gives the pages back, full the weights and the adapter's slot too."""
+def test_each_sleep_mode_frees_its_part_of_the_engine(published_sizes):
+    """none frees the working memory of a step, kv the pages too, full also the weights and the adapter's slot."""
     plans = {
         sleep: plan.make(published_sizes["Qwen2.5-3B"], grpo_args(sleep=sleep), 80 * GIB)
         for sleep in ("none", "kv", "full")
     }
-    held = {row.name: row.bytes for row in plans["none"].sampling}
+    engine = {row.name: row.bytes for row in plans["none"].sampling}
     total = {sleep: made.total("update") for sleep, made in plans.items()}
-    assert total["none"] - total["kv"] == held["engine: KV pages"]
-    parked = held["engine: base weights"] + held["engine: adapter slot"]
+    assert total["none"] - total["kv"] == engine["engine: KV pages"]
+    parked = engine["engine: base weights"] + engine["engine: adapter slot"]
     assert total["kv"] - total["full"] == parked and parked <= plans["full"].host <= 2 * parked
     assert plans["kv"].host == plans["none"].host == 0
     assert len({made.total("sampling") for made in plans.values()}) == 1
@@ -338,10 +338,10 @@ def test_what_each_sleep_mode_leaves_free(published_sizes):
         ("Llama-3.1-8B", False, 32 * (48 + 32 + 224 + 112) + 2 * 1002, 32 * (64 + 32 + 256 + 128) + 2 * 1024),
     ],
 )
-def test_what_is_parked_takes_the_next_power_of_two_a_matrix_and_twice_its_size_where_it_is_small(
+def test_parked_matrices_take_the_next_power_of_two_and_small_ones_twice_their_size(
     published_sizes, name, load_4bit, held, pinned
 ):
-    parked = plan.base_bytes(published_sizes[name], 2, load_4bit, nested=False) + 1000  # of an adapter slot
+    parked = plan.base_bytes(published_sizes[name], 2, load_4bit, nested=False) + 1000  # bytes of an adapter slot
     small = parked - int(held * 2**20)
     assert 0 < small < 0.2 * parked
     assert plan.host_bytes(published_sizes[name], 2, load_4bit, parked) == pinned * 2**20 + 2 * small
@@ -370,7 +370,7 @@ def test_more_ranks_sample_fewer_trajectories_each(published_sizes):
     assert requests == [256, 128, 64, 8]
 
 
-def test_the_flags_that_are_advised_make_it_fit_and_none_of_them_is_needless(published_sizes):
+def test_the_advised_flags_make_it_fit_and_each_is_needed(published_sizes):
     advised = set()
     for found in published_sizes.values():
         for gib in (12, 16, 23.6, 47.4, 79.2):
@@ -396,7 +396,7 @@ def test_the_flags_that_are_advised_make_it_fit_and_none_of_them_is_needless(pub
 
 @pytest.fixture
 def dry(published, tmp_path, capsys, monkeypatch):
-    """Run --dry_run in this process, for the usual cards whatever this machine has. Returns what it prints."""
+    """Return a function that runs --dry_run in this process for the usual cards and returns its stdout."""
     usual = {name: int(size * GIB) for name, size in plan.CARDS.items()}
     monkeypatch.setattr(plan, "cards", lambda: usual)
 
@@ -414,7 +414,7 @@ def dry(published, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("script", ["train_grpo", "train_tspo", "train_gtpo", "train_rtpo"])
 def test_every_script_plans_without_weights_and_leaves_nothing_behind(dry, script):
     shown = dry(script=script)
-    assert "3,085,938,688 parameters, 36,864 bytes of keys and values a token" in shown
+    assert "3,085,938,688 parameters, 36,864 bytes of keys and values per token" in shown
     assert "weights: none in" in shown and "nothing was loaded" in shown
     for moment in ("while sampling", "while updating"):
         rows = shown.partition(moment)[2].partition("together")[0].splitlines()[1:-1]
@@ -440,16 +440,16 @@ def test_the_first_prompt_is_shown_as_the_model_sees_it(dry, published):
     assert f"{len(ids)} tokens of prompt; {4096 - len(ids)} of --max_context 4096 are left" in shown
 
 
-def test_a_trajectory_that_would_outgrow_the_context_is_warned_of_to_the_token(dry):
+def test_the_warning_of_a_too_long_trajectory_is_exact_to_the_token(dry):
     words = "--max_turns 3 --max_turn_tokens 100 --max_observation_tokens 50".split()
     longest = int(dry(*words).partition("observed = ")[2].split()[0])
     assert longest > 3 * 100 + 2 * 50
     assert "does not fit: it ends" not in dry(*words, "--max_context", str(longest))
     shown = dry(*words, "--max_context", str(longest - 1))
-    assert f"--max_context {longest} would hold it" in shown
+    assert f"It needs --max_context {longest}\n" in shown
 
 
-def test_faults_of_data_and_model_are_found_by_looking(dry, tmp_path):
+def test_a_dry_run_finds_faults_of_data_and_model(dry, tmp_path):
     (tmp_path / "q.jsonl").write_text('{"question": "Who?", "answers": []}\n')
     with pytest.raises(SystemExit, match="q.jsonl, line 1: answers must be"):
         dry("--task", str(tmp_path / "q.jsonl"), "--task_kind", "math")
@@ -464,23 +464,23 @@ def test_faults_of_data_and_model_are_found_by_looking(dry, tmp_path):
         dry(model=str(tmp_path / "sliding"))
 
 
-def test_weights_are_held_against_the_configuration(dry, small, tmp_path):
+def test_weights_are_compared_with_the_configuration(dry, small, tmp_path):
     import shutil
 
-    assert "1 file(s), as many numbers as config.json says" in dry("--max_context", "1024", model=small)
+    assert "1 file(s) with as many parameters as config.json implies" in dry("--max_context", "1024", model=small)
     other = Path(shutil.copytree(small, tmp_path / "other"))
     config = json.loads((other / "config.json").read_text()) | {"num_hidden_layers": 3, "layer_types": None}
     (other / "config.json").write_text(json.dumps(config))
     assert "warning: weights: " in dry("--max_context", "1024", model=str(other))
 
 
-def test_a_card_that_is_too_small_is_told_what_helps(dry):
+def test_a_card_that_is_too_small_gets_advice(dry):
     shown = dry()
     assert "24 GB: does not fit; update needs" in shown and "It fits with --grad_checkpoint." in shown
     assert "80 GB: fits" in shown
 
 
-def test_a_resumed_run_may_be_looked_at(tmp_path, monkeypatch):
+def test_resume_goes_with_dry_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     begun = parse_args(train_grpo.Args, ["--model", "tiny"])
     folder = run.directory(begun)
@@ -493,7 +493,7 @@ def test_a_resumed_run_may_be_looked_at(tmp_path, monkeypatch):
 
 
 def tables(found):
-    """{name of a table in docs/gpu.md: its lines}, by Sizes of the published models."""
+    """Return {name of a table in docs/gpu.md: its lines} for the Sizes of the published models."""
 
     def row(*cells):
         return "| " + " | ".join(map(str, cells)) + " |"
@@ -536,7 +536,7 @@ def tables(found):
 
 
 def fixed_page(page, found):
-    """docs/gpu.md with its tables as the plan has them."""
+    """Return docs/gpu.md with the tables of the plan."""
     for name, lines in tables(found).items():
         before, begin, rest = page.partition(f"<!-- {name}: begin -->\n")
         _, end, after = rest.partition(f"<!-- {name}: end -->")
@@ -545,12 +545,12 @@ def fixed_page(page, found):
     return page
 
 
-def test_the_tables_of_the_page_are_the_plan_s(published_sizes):
+def test_the_tables_of_docs_gpu_are_those_of_the_plan(published_sizes):
     page = (ROOT / "docs/gpu.md").read_text()
     assert fixed_page(page, published_sizes) == page, "python tests/engine/test_memory.py --fix"
 
 
-def test_the_host_memory_that_page_and_recipes_name_is_the_plan_s(published_sizes):
+def test_the_host_memory_in_docs_and_recipes_is_that_of_the_plan(published_sizes):
     def host(name):
         args = grpo_args(lora_rank=32, max_context=4096, sleep="full")
         return plan.make(published_sizes[name], args, 80 * GIB).host / GIB

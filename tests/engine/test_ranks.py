@@ -41,7 +41,7 @@ def runs(request, tmp_path_factory):
     return found
 
 
-def test_two_ranks_sample_what_one_samples(runs):
+def test_two_ranks_sample_the_same_as_one(runs):
     key = lambda s: (s["kind"], s["step"], s["question_id"], s["forked"], s["sample"])  # noqa: E731
     texts = [
         [(key(s), [t["text"] for t in s["turns"]], s["outcome"]) for s in sorted(samples, key=key)]

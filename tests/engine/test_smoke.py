@@ -1,4 +1,4 @@
-"""train_grpo.py as a user runs it, with the real engine."""
+"""The training scripts as a user runs them, with the real engine."""
 
 import json
 import math
@@ -29,7 +29,7 @@ def train(model, files, out, more=""):
     adapters = lambda: {f for f in os.listdir("/dev/shm") if "turnwise" in f}  # noqa: E731
     left = adapters()
     done = commands.command("train_grpo.py", *f"--model {model} {files} {SMALL} --out {out} {more}".split())
-    assert adapters() <= left  # nothing is left behind
+    assert adapters() <= left  # no published adapter is left behind
     return done, commands.read_lines(Path(out) / "metrics.jsonl")
 
 
@@ -43,15 +43,22 @@ def check(metrics):
         assert line["policy/entropy"] > 0 and line["perf/tokens_per_s"] > 0 and line["optim/skipped"] == 0
 
 
-def test_a_run_leaves_everything_a_reader_needs(qwen, files, tmp_path):
-    out = tmp_path / "run"
-    done, metrics = train(qwen, files, out)
+@pytest.fixture(scope="module")
+def finished(qwen, files, tmp_path_factory):
+    """Train the random model. Returns (run directory, finished process, metrics)."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    return out, *train(qwen, files, out)
+
+
+def test_a_run_writes_its_metrics(finished):
+    *_, metrics = finished
     check(metrics)
-    assert [line["optim/updates"] for line in metrics] == [
-        None,
-        0,
-        0,
-    ]  # a random model is never right: nothing to learn
+    # A random model is never right, so that there is nothing to learn.
+    assert [line["optim/updates"] for line in metrics] == [None, 0, 0]
+
+
+def test_a_run_directory_has_arguments_environment_code_adapter_and_curve(finished):
+    out, *_ = finished
     names = {p.name for p in out.iterdir()}
     assert {
         "args.json",
@@ -70,10 +77,20 @@ def test_a_run_leaves_everything_a_reader_needs(qwen, files, tmp_path):
     assert json.loads((out / "environment.json").read_text())["packages"]["torch"]
     assert (out / "train_grpo.py").read_text() == (commands.ROOT / "train_grpo.py").read_text()
     assert json.loads((out / "adapter" / "adapter_config.json").read_text())["r"] == 8
-    samples = commands.read_lines(out / "samples.jsonl")
+
+
+def test_a_run_writes_every_sample(finished):
+    samples = commands.read_lines(finished[0] / "samples.jsonl")
     assert len(samples) == 2 * 5 + 2 * 12  # a quarter of 20 questions is held out
+
+
+def test_a_run_prints_its_result_and_a_trajectory(finished):
     for words in ("before   after step 2", "curve.png", "turn 1", "advantage"):
-        assert words in done.stdout
+        assert words in finished[1].stdout
+
+
+def test_a_finished_run_is_not_overwritten(finished, qwen, files):
+    out, *_ = finished
     again = commands.command("train_grpo.py", *f"--model {qwen} {files} {SMALL} --out {out}".split(), check=False)
     assert again.returncode != 0 and "nothing is overwritten" in again.stderr and "Traceback" not in again.stderr
 
@@ -104,7 +121,7 @@ def test_the_tiny_base_starts_between_0_15_and_0_5_and_searches(tiny_run):
 
 @pytest.fixture(scope="module")
 def stripped(tmp_path_factory):
-    """metrics of each script: the tiny model, which does not see its earlier thinking again, two steps."""
+    """Train the tiny model for two steps with each script, without its earlier thinking. Returns {script: metrics}."""
     folder, found = tmp_path_factory.mktemp("stripped"), {}
     for script in SCRIPTS:
         words = f"{script} --model tiny --context strip_think --steps 2 --questions 4 --eval_questions 4 --eval_every 0"
@@ -116,7 +133,7 @@ def stripped(tmp_path_factory):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_every_script_trains_in_the_context_of_the_rollout_also_without_earlier_thinking(stripped, script):
+def test_every_script_trains_in_the_stripped_contexts_of_the_rollout(stripped, script):
     for line in stripped[script][1:]:
         assert 0 < line["policy/sampler_maxdiff"] < 1e-4  # so every ratio of trainer to engine is 1 within 1e-4
         assert line["policy/sampler_ratio"] == pytest.approx(1, abs=1e-4)
@@ -131,7 +148,7 @@ def test_every_script_logs_the_same_metrics_but_for_its_credit(stripped):
                 key for key in line if key.startswith("credit/") and key not in METRICS
             }
             assert set(METRICS) <= set(line)
-        assert len({frozenset(line) for line in metrics[1:]}) == 1  # and the same ones in every step
+        assert len({frozenset(line) for line in metrics[1:]}) == 1  # the same keys in every step
 
 
 def test_the_budget_of_a_question_holds_for_every_script(stripped):

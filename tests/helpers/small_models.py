@@ -13,7 +13,7 @@ TEXT = (
 
 def tokenizer():
     """Return a byte-level BPE with Qwen2's splitting rule, of the class that AutoTokenizer picks for a Qwen2 model. The
-    tags are ordinary text, so a token may reach across a closing tag (`>\\n\\n`). The end token is the padding token."""
+    tags are ordinary text, so a token may reach across a closing tag (`>\\n\\n`). The end token also pads."""
     from transformers import Qwen2Tokenizer
 
     special = dict(unk_token="<eos>", eos_token="<eos>", pad_token="<eos>")

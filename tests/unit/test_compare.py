@@ -1,4 +1,4 @@
-"""runs/compare.py: what is run again, what the page says, and the mismatch that it makes on purpose."""
+"""runs/compare.py: the choice of runs, the page of results, and the deliberate mismatch."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def one_job(folder, *words, label="GRPO", part="main"):
 
 
 def begin(job):
-    """A run directory as a run that has begun leaves it."""
+    """Write the run directory of a started run."""
     job.folder.mkdir(parents=True)
     (job.folder / "lock").touch()
     if (ROOT / job.script).exists():
@@ -54,7 +54,7 @@ def checkpoint(job):
 
 
 def metrics(job, ends, steps=10, rollouts=128, tokens=3000, **more):
-    """Lines of a run whose held-out exact match goes from BEFORE to `ends` on a straight line, measured every 5 steps."""
+    """Write metrics whose held-out exact match moves linearly from BEFORE to `ends`, measured every 5 steps."""
     for step in range(steps + 1):
         line = dict.fromkeys(METRICS) | {"step": step, "time/step": 4.0}
         if step % 5 == 0:
@@ -68,7 +68,7 @@ def metrics(job, ends, steps=10, rollouts=128, tokens=3000, **more):
 
 
 def finish(job, ends=0.9, **more):
-    """A run directory as a finished run leaves it."""
+    """Write the run directory of a finished run. Returns its Result."""
     begin(job)
     checkpoint(job)
     metrics(job, ends, **more)
@@ -77,7 +77,7 @@ def finish(job, ends=0.9, **more):
     return compare_page.Result(job)
 
 
-# ---- what is run again
+# ---- the choice of runs
 
 
 def test_a_finished_run_is_left_alone_until_code_or_arguments_change(tmp_path):
@@ -102,10 +102,10 @@ def test_every_file_of_the_code_counts(tmp_path, changed):
     assert compare.fingerprint(job.folder, job) != compare.fingerprint(ROOT, job)
 
 
-def test_an_interrupted_run_goes_on_from_a_checkpoint_of_the_same_code(tmp_path):
+def test_an_interrupted_run_resumes_from_a_checkpoint_of_the_same_code(tmp_path):
     job = one_job(tmp_path)
     begin(job)
-    assert compare.state(job) == "new"  # it ended before its first checkpoint: the script begins it anew by itself
+    assert compare.state(job) == "new"  # without a checkpoint the script starts it again by itself
     checkpoint(job)
     assert compare.state(job) == "resume"
     assert compare.state(one_job(tmp_path, "--steps", "3")) == "stale"
@@ -113,7 +113,7 @@ def test_an_interrupted_run_goes_on_from_a_checkpoint_of_the_same_code(tmp_path)
     assert compare.state(job) == "stale"
 
 
-def test_what_is_in_the_way_gets_another_name(tmp_path):
+def test_an_old_run_directory_is_renamed(tmp_path):
     for number in (1, 2):
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "kept").write_text(str(number))
@@ -150,8 +150,8 @@ def test_the_plan_has_the_same_arguments_for_every_algorithm(tmp_path):
         assert len({frozenset(w) for w in words.values()}) == 1
 
 
-def test_a_run_that_fails_is_reported_and_the_others_go_on(tmp_path, monkeypatch, capsys):
-    """A script of ours in place of the real ones, which fails for one seed."""
+def test_a_run_that_fails_is_reported_and_the_others_continue(tmp_path, monkeypatch, capsys):
+    """Replace the training script by one that fails for one seed."""
     script = tmp_path / "train_grpo.py"
     script.write_text(
         "import os, sys\n"
@@ -168,7 +168,7 @@ def test_a_run_that_fails_is_reported_and_the_others_go_on(tmp_path, monkeypatch
     assert [(job.folder / "compare.json").exists() for job in jobs] == [True, False, True]
 
 
-def test_a_warm_start_that_fails_takes_only_its_part_along(tmp_path, monkeypatch, capsys):
+def test_a_warm_start_that_fails_stops_only_its_part(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compare, "warm_start", lambda folder, part: f"no {part} today")
     made = []
     monkeypatch.setattr(compare, "execute_all", lambda found, at_once: made.extend(found) or {})
@@ -181,7 +181,7 @@ def test_a_warm_start_that_fails_takes_only_its_part_along(tmp_path, monkeypatch
     assert [job.part for job in made] == ["cost", "cost"]
 
 
-def test_a_warm_start_is_made_anew_when_code_that_it_follows_from_has_changed(tmp_path, monkeypatch):
+def test_a_warm_start_is_made_again_when_its_code_has_changed(tmp_path, monkeypatch):
     shutil.copytree(ROOT, tmp_path / "ours", ignore=shutil.ignore_patterns(".*", "out", "tests", "docs", "__pycache__"))
     monkeypatch.setattr(compare, "ROOT", tmp_path / "ours")
     args, names = compare.parse([]), []
@@ -193,7 +193,7 @@ def test_a_warm_start_is_made_anew_when_code_that_it_follows_from_has_changed(tm
     assert len(set(names)) == 5 and compare.warm_folder(args, "turns") == names[-1]
 
 
-# ---- what came out
+# ---- results
 
 
 def test_means_and_deviations_by_hand(tmp_path):
@@ -254,7 +254,7 @@ def test_the_cost_is_a_median_of_ratios_without_the_first_step(tmp_path):
 
 
 def fill(folder):
-    """Finished runs of all parts: GTPO is worse on tiny_search, and so is the mismatch."""
+    """Write finished runs of all parts, in which GTPO and the mismatch are worse than GRPO. Returns the jobs."""
     ends = {"GRPO": 0.9, "TSPO": 0.95, "GTPO": 0.6, "RTPO": 0.92, compare.MISMATCH: 0.5}
     jobs = jobs_of(folder)
     for job in jobs:
@@ -270,7 +270,7 @@ def filled(tmp_path_factory):
     return folder / "docs", jobs, compare_page.write(jobs, [], folder / "docs")
 
 
-def test_the_page_has_every_table_and_says_what_is_worse(filled):
+def test_the_page_has_every_table_and_marks_worse_results(filled):
     docs, _, worse = filled
     text = (docs / "results.md").read_text()
     for words in (
@@ -292,9 +292,8 @@ def test_the_page_has_every_table_and_says_what_is_worse(filled):
     ]
     assert len(worse) == 7 and sum(compare.MISMATCH in row for row in worse) == 4
     assert "(#remarks)" in text and "\n## Remarks\n" in text
-    assert (
-        "`train_X.py --model tiny --task tiny_search --kl_coef 1e-24 --kl k3 --steps 25`, commit 0123456." in text
-    )  # what seeds share
+    # the arguments that all seeds share
+    assert "`train_X.py --model tiny --task tiny_search --kl_coef 1e-24 --kl k3 --steps 25`, commit 0123456." in text
 
 
 def test_pictures_are_drawn_and_small(filled):
@@ -306,11 +305,11 @@ def test_pictures_are_drawn_and_small(filled):
         assert 10_000 < path.stat().st_size < 150_000
         pixels = 255 * image.imread(path)[..., :3]
         assert 700 < pixels.shape[1] < 1300
-        away = abs(pixels - (0x00, 0x9E, 0x73)).max(-1)  # from RTPO's colour: there is a line, not only axes
-        assert (away < 12).sum() > 100
+        distance = abs(pixels - (0x00, 0x9E, 0x73)).max(-1)  # from RTPO's colour: there is a line, not only axes
+        assert (distance < 12).sum() > 100
 
 
-def test_what_is_written_around_the_marks_survives(filled, tmp_path):
+def test_text_outside_of_the_marks_survives(filled, tmp_path):
     docs, jobs, _ = filled
     page = tmp_path / "results.md"
     page.write_text((docs / "results.md").read_text().replace("# Results", "# Ours").rstrip() + "\n\nBecause.\n")
@@ -319,7 +318,7 @@ def test_what_is_written_around_the_marks_survives(filled, tmp_path):
     text = page.read_text()
     assert text.startswith("# Ours") and text.endswith("\n\nBecause.\n")
     assert "## tiny_search" not in text and "## Exact match against" in text
-    assert "made before the code or arguments changed** | max_turns-2/train_grpo-s1 |" in text
+    assert "run before the code or arguments changed** | max_turns-2/train_grpo-s1 |" in text
     assert "arguments changed** | max_turns-2 (3), max_turns-3 (2) |" in compare_page.header(
         [compare_page.Result(job) for job in some], some, sorted(some, key=lambda job: job.at)[:5]
     )
@@ -331,7 +330,7 @@ def test_what_is_written_around_the_marks_survives(filled, tmp_path):
     assert page.read_text() == "no marks"
 
 
-def test_what_is_not_finished_is_named_and_uncommitted_code_too(filled):
+def test_the_header_names_unfinished_runs_and_uncommitted_code(filled):
     _, jobs, _ = filled
     some = [job for job in jobs if job.part == "turns" and job.at == 2]
     there = [compare_page.Result(job) for job in some]
@@ -344,7 +343,7 @@ def test_what_is_not_finished_is_named_and_uncommitted_code_too(filled):
     assert "| commit | unknown |" in compare_page.header(there[:1], some, [])
 
 
-def test_the_page_says_what_was_run_and_not_what_would_be_run_today(tmp_path):
+def test_the_page_shows_the_command_that_was_run(tmp_path):
     result = finish(one_job(tmp_path, "--steps", "50"))
     result.job = one_job(tmp_path)
     assert "--steps 50`" in compare_page.command([result]) and "--steps 25" in " ".join(result.job.words)
@@ -354,7 +353,7 @@ def test_the_page_says_what_was_run_and_not_what_would_be_run_today(tmp_path):
 
 
 def stripped():
-    """Two turns, 7 being the thinking: prompt 5 6, action 7 8 0, observation 9 9; then, without 7, action 4 0."""
+    """Return two turns with 7 as thinking: prompt 5 6, action 7 8 0, observation 9 9; then, without 7, action 4 0."""
     first = Turn([5, 6], [7, 8, 0], [-0.1, -0.2, -0.3], observation_ids=[9, 9])
     second = Turn([5, 6, 8, 0, 9, 9], [4, 0], [-0.4, -0.5])
     return Trajectory([first, second], outcome=1.0)
@@ -370,7 +369,7 @@ def test_the_mismatch_trains_on_the_full_history_with_the_log_probabilities_of_t
     assert batch.position.tolist() == [*range(9)] * 2
     assert batch.adv.tolist() == [0, 0, 1, 1, 1, 0, 0, 2, 2, 0, 0, -1, -1, -1, 0, 0, -2, -2]
     assert batch.sampler.tolist() == pytest.approx([0, 0, -0.1, -0.2, -0.3, 0, 0, -0.4, -0.5] * 2)
-    assert groups[0].trajectories[0] == stripped()  # what was sampled is not touched
+    assert groups[0].trajectories[0] == stripped()  # the sampled trajectory is not changed
     honest = pack(groups, advantages)
     assert len(honest.segments) == 4 and honest.sampler[honest.mask].tolist() == batch.sampler[batch.mask].tolist()
 

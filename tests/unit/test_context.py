@@ -1,4 +1,4 @@
-"""--context: what of its earlier turns the model is shown again, and what pack makes of it."""
+"""--context: the parts of earlier turns that the model sees again, and the rows that pack makes of them."""
 
 import random
 import re
@@ -11,7 +11,7 @@ from common.batch import pack
 from common.turns import Group, Question
 from tasks.thinking import without_thinking
 
-SECRET = "zzz"  # what is only thought
+SECRET = "zzz"  # occurs in thinking only
 
 
 def packed(trajectory):
@@ -22,7 +22,7 @@ def packed(trajectory):
 
 
 def cut(pieces, before=()):
-    """(context, action) after the cut as lists of pieces; each piece is a token of its own."""
+    """Return (context, action) after the cut as lists of pieces. Each piece is one token."""
     pieces = [piece if isinstance(piece, bytes) else piece.encode() for piece in (*before, *pieces)]
     decode = lambda ids: b"".join(pieces[i] for i in ids).decode(errors="replace")  # noqa: E731
     n = len(before)
@@ -35,26 +35,19 @@ def cut(pieces, before=()):
     [
         (["<think>", "zzz", "</think>", " ", "<search>", " a", "</search>"], "<search> a</search>"),
         (["<", "think", ">", "zzz", "</", "thi", "nk>", "<search>", "a", "</search>"], "<search>a</search>"),
-        (
-            ["<think>", "zzz", "</", "think", ">\n\n", "<search>a</search>"],
-            "<search>a</search>",
-        ),  # across the end: white space
-        (
-            ["<think>", "zzz", "</think", "><", "search>a</search>"],
-            "><search>a</search>",
-        ),  # across the end: the next tag
+        # a token across the end of the block: with white space, with the next tag
+        (["<think>", "zzz", "</", "think", ">\n\n", "<search>a</search>"], "<search>a</search>"),
+        (["<think>", "zzz", "</think", "><", "search>a</search>"], "><search>a</search>"),
         (["<think>", "zzz", "</think> <search", ">a</search>"], "</think> <search>a</search>"),
         (["<think>zzz</", "think><search>a</search>"], "think><search>a</search>"),
-        (["<think>", "zzz zzz</think><search", ">a</search>"], ">a</search>"),  # thinking in it: it cannot stay
-        (["Well", ".\n<", "think>", "zzz", "</think>", "so"], "Wellso"),  # across the start
+        (["<think>", "zzz zzz</think><search", ">a</search>"], ">a</search>"),  # a token with thinking must go
+        (["Well", ".\n<", "think>", "zzz", "</think>", "so"], "Wellso"),  # a token across the start
         (["<think>", "zzz", "</think>", "a ", "<think>", "zzz", "</think>", "b"], "a b"),
         (["<think>", "zzz", "</think", "><", "think>", "zzz", "</think>", "b"], "b"),
-        (["<think>", "zzz", "<think>", "zzz", "</think>", " zzz", "</think>", "b"], "b"),  # one within the other
+        (["<think>", "zzz", "<think>", "zzz", "</think>", " zzz", "</think>", "b"], "b"),  # nested
         (["<think>", "zzz", "</think>", "\n", "\n\n", "b", " "], "b "),
-        (
-            ["<think>", b"\xf0\x9f", b"\x98\x80", "</think>", b"\xe2\x82", b"\xac", "b"],
-            "€b",
-        ),  # characters of several tokens
+        # characters of several tokens
+        (["<think>", b"\xf0\x9f", b"\x98\x80", "</think>", b"\xe2\x82", b"\xac", "b"], "€b"),
         ([b"\xe2\x82", b"\xac", "<think>", "zzz", "</think>", "b"], "€b"),
         (["<think>", "</think>"], ""),
         (["a", "</think>", "b"], "a</think>b"),  # nothing was opened
@@ -86,7 +79,7 @@ def test_closed_blocks_are_cut_at_token_boundaries(pieces, kept):
         (["<think> and </think>."], ["a"], ["<think> and </think>."], ["a"]),
     ],
 )
-def test_a_block_that_the_generation_prompt_opens_is_cut_there_too(before, pieces, context, action):
+def test_a_block_that_the_generation_prompt_opens_is_cut_from_the_prompt_too(before, pieces, context, action):
     assert cut(pieces, before) == (context, action)
 
 
@@ -114,12 +107,12 @@ def test_however_a_text_is_split_no_thinking_is_left_and_no_action_is_lost():
 
 
 def thinker(question, sample, turn):
-    """Three searches and an answer, with thinking in all kinds of places; the ids are not always the tokenizer's own."""
+    """Search three times and answer, with thinking in many places. Every third sample is encoded letter by letter."""
     rng = random.Random(f"{sample}/{turn}")
     think = f"<think> {SECRET} {rng.random()} </think>"
     if turn == 3:
         return f"{think} <answer> Bo Hale </answer>"
-    said = [
+    text = [
         f"{think} <search> Ada Cole </search>",
         f"{think}\n\n{think} well <search> Ada Cole </search>\n\n",
         f"Hm {think}<search> Ada Cole </search>",
@@ -127,20 +120,20 @@ def thinker(question, sample, turn):
         f"{think} I do not know.",
         "<think> open <search> Ada Cole </search>",
     ][(sample + turn) % 6]
-    if sample % 3 == 0:  # letter by letter
-        return [i for letter in said for i in TOKENIZER.encode(letter)]
-    return said
+    if sample % 3 == 0:
+        return [i for letter in text for i in TOKENIZER.encode(letter)]
+    return text
 
 
 def expected(turns, k, context, window):
-    """Ids of the context of turn k by the words of the rule."""
+    """Return the ids of the context of turn k by a plain form of the rule."""
     prompt, earlier = turns[0].context_ids, turns[:k]
     if context == "window":
         earlier = earlier[-window:]
-    said = [t.action_ids for t in earlier]
+    actions = [t.action_ids for t in earlier]
     if context == "strip_think":
-        said = [without_thinking([], ids, TOKENIZER.decode)[1] for ids in said]
-    return prompt + [i for ids, turn in zip(said, earlier) for i in ids + turn.observation_ids]
+        actions = [without_thinking([], ids, TOKENIZER.decode)[1] for ids in actions]
+    return prompt + [i for ids, turn in zip(actions, earlier) for i in ids + turn.observation_ids]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +170,7 @@ def test_turns_share_a_row_as_long_as_the_context_grows():
     think = lambda q, s, k: ["<think> a </think>"] * (k != 1) * 1 or []  # noqa: E731
     script = lambda q, s, k: "".join(think(q, s, k)) + ("<answer> x </answer>" if k == 3 else "<search> a </search>")  # noqa: E731
     assert rows(script, context="full") == [[0, 1, 2, 3]]
-    assert rows(script, context="strip_think") == [[0], [1, 2], [3]]  # turn 1 does not think
+    assert rows(script, context="strip_think") == [[0], [1, 2], [3]]  # turn 1 has no thinking
     assert rows(script, context="window", window=1) == [[0, 1], [2], [3]]
     assert rows(script, context="window", window=2) == [[0, 1, 2], [3]]
     assert rows(script, context="window", window=3) == [[0, 1, 2, 3]]

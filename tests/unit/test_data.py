@@ -1,4 +1,4 @@
-"""The named data sets, read from files as the hub has them."""
+"""The named data sets, loaded from files as the hub has them."""
 
 import os
 import subprocess
@@ -40,7 +40,7 @@ LOADED = {  # name: kind, questions to train on and held out, to test on, rows l
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty folder that stands in for the hub; nothing is left in the user's caches."""
+    """Return an empty folder that replaces the hub, and keep the user's caches clean."""
     monkeypatch.setenv("TURNWISE_DATA", str(tmp_path / "hub"))
     monkeypatch.setenv("TURNWISE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
@@ -81,9 +81,9 @@ def test_a_set_loads_from_files_of_its_real_schema(folder, name, capsys):
     assert made.kind == kind and len(made.test) == test
     assert len(made.train) + len(made.held_out) == train
     assert len(made.documents or ()) == (documents or 0) and (made.documents is None) == (documents is None)
-    said = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
-    assert len(said) == bool(left_out) and all(f"{name}: left out {left_out} of" in line for line in said)
-    assert bool(made.train) == bool(hub.SOURCES[name].train)  # the others can only be tested on
+    notices = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
+    assert len(notices) == bool(left_out) and all(f"{name}: left out {left_out} of" in line for line in notices)
+    assert bool(made.train) == bool(hub.SOURCES[name].train)  # the others are test sets
     questions = everything(made)
     assert len({q.id for q in questions}) == len(questions)
     for q in questions:
@@ -112,17 +112,17 @@ def test_a_set_loads_from_files_of_its_real_schema(folder, name, capsys):
         ("amc23", "How far is 0?", ["27"]),  # 27.0 in the file
         ("amc23", "How far is 1?", ["27.5"]),
         ("olympiadbench", "Let $T=1$.\nFind $T$.", ["2"]),
-        ("olympiadbench", "Find all.", ["1, -2"]),  # not one of them
+        ("olympiadbench", "Find all.", ["1, -2"]),  # all values, not one of them
         ("olympiadbench", "Find one.", ["$\\frac{1}{2}$", "0.5"]),
         ("svamp", "There are 8 pies How many are 3 less?", ["5.0"]),
     ],
 )
-def test_golds_are_what_the_row_says_in_order_and_without_duplicates(folder, name, text, golds):
+def test_golds_are_those_of_the_row_in_order_and_without_duplicates(folder, name, text, golds):
     hub_rows.write(folder, "math500")
     assert [q.golds for q in load(folder, name).test if q.text == text] == [golds]
 
 
-def test_ids_come_from_the_rows_and_a_repeated_one_is_told_apart(folder):
+def test_ids_come_from_the_rows_and_a_repeated_one_gets_a_suffix(folder):
     made = everything(load(folder, "hotpotqa"))
     assert [q.id for q in made if q.text.startswith("An id")] == ["train-5a0~2"]
     assert {"validation-5c0", "train-5a0", "train-5b2"} <= {q.id for q in made}
@@ -139,7 +139,7 @@ def test_questions_without_an_id_are_named_after_their_text(folder):
     assert {q.text: q.id for q in everything(hub.load("gsm8k", 2, False))} == ids and len(ids) == 10
 
 
-def test_code_carries_what_a_scorer_needs_and_has_no_golds(folder):
+def test_code_questions_carry_their_tests_and_have_no_golds(folder):
     first = load(folder, "humaneval").test[0]
     rows = hub_rows.SETS["humaneval"][3]["test"]
     assert first.info == {name: rows[0][name] for name in ("prompt", "test", "entry_point")}
@@ -187,7 +187,7 @@ def hotpot_questions(folder, train, **more):
 
 def test_held_out_questions_are_chosen_by_their_texts_and_not_by_their_places(folder):
     rows = [hub_rows.hotpot(str(i), f"Who leads firm {i}?", "Bo Hale") for i in range(60)]
-    others = [row | {"id": str(i)} for i, row in enumerate(rows[::-1])]  # neither by their ids
+    others = [row | {"id": str(i)} for i, row in enumerate(rows[::-1])]  # the ids do not matter either
     one, turned = (hotpot_questions(folder, some) for some in (rows, others))
     assert [q.text for q in one.held_out] == [q.text for q in turned.held_out] and len(one.held_out) == 5
     assert texts(one.train) == texts(turned.train) and len(one.train) == 55
@@ -215,7 +215,7 @@ def test_no_text_is_in_two_parts_whatever_its_case_and_punctuation(folder):
     assert not texts(made.train) & texts(made.held_out) and not texts(made.train + made.held_out) & texts(made.test)
 
 
-def test_case_and_signs_tell_questions_of_mathematics_apart_and_spaces_do_not(folder):
+def test_math_questions_that_differ_in_case_or_signs_are_different_and_in_spaces_are_not(folder):
     hub_rows.write(folder, "math500")
     made = load(folder, "math", eval_questions=1)
     kept = {q.text for q in made.train + made.held_out}
@@ -228,14 +228,14 @@ def test_a_set_with_questions_to_train_on_is_not_taken_whole_for_a_test_set(fold
     trained = [name for name, (_, train, *_) in LOADED.items() if train]
     assert len(trained) == 9
     for name in (*trained, "tiny_search"):
-        with pytest.raises(SystemExit, match=f"--task {name} is no test set: it has questions to train on"):
+        with pytest.raises(SystemExit, match=f"--task {name} has training questions.*Use --split test"):
             tasks.load(make_args(task=name), use="all")
     hub_rows.write(folder, "aime25")
     made = tasks.load(make_args(task="aime25", tools="off"), use="all")
     assert (made.train, made.held_out, len(made.test)) == ([], [], 3)
 
 
-def test_only_rank_0_says_what_is_left_out(folder, monkeypatch, capsys):
+def test_only_rank_0_reports_left_out_rows(folder, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     load(folder, "hotpotqa")
     assert "left out" not in capsys.readouterr().err
@@ -251,7 +251,7 @@ def test_hotpotqa_s_corpus_is_its_paragraphs_each_once(folder):
     cells = [row["context"] for row in rows[150:] + rows[:150]]
     pairs = [pair for cell in cells for pair in zip(cell["title"], map(tuple, cell["sentences"]))]
     unique = list(dict.fromkeys(pairs))
-    assert len(pairs) == 2000 and 700 < len(unique) < 800  # two of each question's own, and 400 shared ones
+    assert len(pairs) == 2000 and 700 < len(unique) < 800  # two of each question, and 400 shared ones
     assert [d["id"] for d in made.documents] == [str(i) for i in range(len(unique))]
     assert {(d["title"], d["text"]) for d in made.documents} == {(t, " ".join(" ".join(s).split())) for t, s in unique}
     assert len({d["title"] for d in made.documents}) == 450  # a title may have several texts
@@ -271,22 +271,22 @@ def test_documents_keep_titles_apart_and_lose_only_white_space(folder):
         ("Empty", ""),
         ("Ada Cole", "Ada Cole works for Nova Labs. She likes tea."),
     ]
-    musique = load(folder, "musique", with_documents=True).documents  # an unanswerable question's are among them
+    musique = load(folder, "musique", with_documents=True).documents  # includes those of an unanswerable question
     assert [d["title"] for d in musique[:2]] == ["Ada Cole", "3hop1__7"] and len(musique) == 10
     assert musique[1]["text"] == "Bo Hale leads it. He likes tea."
 
 
-# ---- what goes wrong
+# ---- refusals
 
 
 def refused(name, *words):
-    """The sentence load ends with; it names the set and has all the words."""
+    """Assert that load refuses the set in one line that names it and contains all words. Returns the line."""
     with pytest.raises(SystemExit) as stopped:
         hub.load(name, 2, True)
-    said = str(stopped.value)
-    assert said.startswith(f"--task {name}: ") and "\n" not in said and len(said) < 900
-    assert [word for word in words if word not in said] == []
-    return said
+    message = str(stopped.value)
+    assert message.startswith(f"--task {name}: ") and "\n" not in message and len(message) < 900
+    assert [word for word in words if word not in message] == []
+    return message
 
 
 def test_an_unknown_name_is_answered_with_the_close_ones():
@@ -350,7 +350,7 @@ OLD = {"id": "1", "question": "Who?", "answer": "Bo", "context": {"title": ["A"]
         ),
     ],
 )
-def test_a_column_of_another_name_or_type_is_named_with_what_was_found(folder, name, rows, words):
+def test_a_column_of_another_name_or_type_is_named_with_the_columns_found(folder, name, rows, words):
     source = hub.SOURCES[name]
     hub_rows.save(folder / source.path / (source.config or "default") / f"{source.test}.jsonl", rows)
     if source.train:
@@ -368,7 +368,7 @@ def test_a_column_without_any_value_fits_and_numbers_may_be_answers(folder):
     assert {tuple(q.golds) for q in hub.load("musique", 1, False).test} == {("Bo Hale",)}
 
 
-def test_a_file_that_is_broken_or_holds_nothing_is_refused(folder):
+def test_a_broken_or_empty_file_is_refused(folder):
     file = folder / "math-ai/aime25/default/test.jsonl"
     hub_rows.save(file, [{"id": "1", "problem": "Find it.", "answer": ""}])
     refused("aime25", "no row of a split has a question and an answer")
@@ -382,8 +382,8 @@ def test_a_file_that_is_broken_or_holds_nothing_is_refused(folder):
     refused("popqa", "split test")
 
 
-def test_another_configuration_and_another_split_are_told(tmp_path, folder, monkeypatch):
-    """A real folder of data files, as load_dataset takes one in place of a hub's name."""
+def test_another_configuration_and_another_split_are_named(tmp_path, folder, monkeypatch):
+    """Load from a folder of data files, which load_dataset takes in place of a name."""
     monkeypatch.delenv("TURNWISE_DATA")
     columns, splits = hub_rows.SETS["gsm8k"][2:]
     hub_rows.save(tmp_path / "old" / "main" / "test.parquet", splits["test"], columns)
@@ -395,7 +395,7 @@ def test_another_configuration_and_another_split_are_told(tmp_path, folder, monk
     refused("gsm8k", "with the split train", "found another layout", "Should be one of ['test']", "TURNWISE_DATA")
 
 
-# ---- the hub itself, in a process of its own: its address and HF_HUB_OFFLINE are read when the library is loaded
+# ---- the hub itself, in a separate process: the library reads its address and HF_HUB_OFFLINE at import
 
 
 ELSEWHERE = """
@@ -414,8 +414,8 @@ for name in sys.argv[1:]:
 
 
 def elsewhere(tmp_path, *names, **environment):
-    """What hub.load ends with for each name, in a process with an empty cache and these variables; a folder among the names is
-    TURNWISE_DATA for those that follow."""
+    """Return the result of hub.load for each name, in a process with an empty cache and these variables. A folder among
+    the names is TURNWISE_DATA for the names after it."""
     clean = {k: v for k, v in os.environ.items() if k != "TURNWISE_DATA" and not k.startswith("HF_")}
     own = {"HF_HOME": str(tmp_path / "hf"), "TURNWISE_CACHE": str(tmp_path / "cache")} | environment
     command = [sys.executable, "-c", ELSEWHERE, *map(str, names)]
@@ -429,17 +429,17 @@ def test_without_the_hub_a_set_is_refused_and_a_folder_takes_its_place(tmp_path)
     names = "gsm8k", "gpqa", "popqa", tmp_path / "hub", "gsm8k"
     gsm8k, gpqa, popqa, loaded = elsewhere(tmp_path, *names, HF_HUB_OFFLINE="1")
     assert "cache" in popqa and "'nq'" not in gsm8k + gpqa
-    for said, name in (
+    for message, name in (
         (gsm8k, "openai/gsm8k (configuration main)"),
         (gpqa, "Idavidrein/gpqa"),
         (popqa, "configuration popqa"),
     ):
-        assert name in said and "the hub is out of reach" in said and "TURNWISE_DATA" in said
+        assert name in message and "the hub is out of reach" in message and "TURNWISE_DATA" in message
     assert loaded == "loaded 2"
 
 
 class Hub(BaseHTTPRequestHandler):
-    """A hub that gives nothing: it answers as huggingface.co does for a gated, a private and an unknown repository."""
+    """A hub that refuses all requests, as huggingface.co does for a gated, a private and an unknown repository."""
 
     answers = {"gpqa": (403, "GatedRepo"), "SVAMP": (401, "RepoNotFound"), "gsm8k": (404, "RepoNotFound")}
 
@@ -460,9 +460,8 @@ def test_a_gated_set_is_refused_with_the_way_to_it_and_an_unknown_one_with_its_p
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
-        said = elsewhere(tmp_path, "gpqa", "svamp", "gsm8k", HF_ENDPOINT=address, NO_PROXY="127.0.0.1")
+        gpqa, svamp, gsm8k = elsewhere(tmp_path, "gpqa", "svamp", "gsm8k", HF_ENDPOINT=address, NO_PROXY="127.0.0.1")
         server.shutdown()
-    gpqa, svamp, gsm8k = said
     assert "gated" in gpqa and "Accept its licence at https://huggingface.co/datasets/Idavidrein/gpqa" in gpqa
     assert "hf auth login" in gpqa and "hf auth login" in svamp
     for text, page in ((svamp, "ChilleD/SVAMP"), (gsm8k, "openai/gsm8k")):

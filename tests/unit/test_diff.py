@@ -1,10 +1,11 @@
-"""The scripts side by side: what they share is the same text, and each differs from train_grpo.py by its idea only.
+"""The scripts side by side: shared code is identical, and each script differs from train_grpo.py by its idea only.
 
-    python tests/unit/test_diff.py --fix       copies what is shared from train_grpo.py into the other scripts, and
+    python tests/unit/test_diff.py --fix       copies the shared code from train_grpo.py into the other scripts, and
                                           writes the diff of each script into its page under docs/
 
-A script names the blocks it overrides in its docstring (`Overrides: collect, compute_advantages.`). Blocks are the imports, the shared
-arguments (down to `# ---- algorithm`), each function, and the last lines. A user's copy of a script is not looked at.
+A script names the blocks that it overrides in its docstring (`Overrides: collect, compute_advantages.`). Blocks are the
+imports, the shared arguments (down to `# ---- algorithm`), each function, and the last lines. A user's copy of a script
+is not checked.
 """
 
 import ast
@@ -25,7 +26,7 @@ ALGORITHM = "    # ---- algorithm\n"
 
 
 def known_to_git(*patterns):
-    """Files that git tracks: a user's copy of a script is none."""
+    """Return the files that git tracks, which excludes a user's copy of a script."""
     done = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout.split()
 
@@ -34,12 +35,13 @@ SCRIPTS = tuple(name for name in known_to_git("train_*.py", "more/train_*.py") i
 
 
 def blocks(source):
-    """{name: text} of a script in its order; all texts together are the script."""
+    """Return {name: text} of a script's blocks, in order. Joined, the texts are the script."""
     lines = source.splitlines(keepends=True)
     tree = ast.parse(source)
     names, starts = ["docstring", "imports"], [0, tree.body[0].end_lineno]
     for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.If)):
+        type_checking = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"  # belongs to the imports
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.If)) and not type_checking:
             names.append(getattr(node, "name", "__main__"))
             starts.append(min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))]) - 1)
     texts = ["".join(lines[a:b]) for a, b in zip(starts, [*starts[1:], len(lines)])]
@@ -53,7 +55,7 @@ def blocks(source):
 
 
 def overrides(script):
-    """The words after `Overrides:` in a script's docstring: names of blocks, and of arguments with another default."""
+    """Return the words after `Overrides:` in a script's docstring: blocks, and arguments with another default."""
     docstring = ast.get_docstring(ast.parse(script))
     return set(re.findall(r"\w+", re.search(r"Overrides: (.*?)\.", docstring, re.DOTALL)[1]))
 
@@ -63,8 +65,8 @@ def read(name):
 
 
 def idea(script):
-    """What counts as a script's changed lines: all but the docstring, the algorithm's own arguments (methods of Args do count) and
-    functions that only make numbers to log (folr_stats)."""
+    """Return the lines that count as changes: all except the docstring, the algorithm's own arguments (methods of Args
+    do count) and functions that only compute metrics (folr_stats)."""
     parts = blocks(script)
     fields = re.compile(r'^    \w+: .*\n    """.*"""\n', re.MULTILINE)
     parts["algorithm"] = fields.sub("", parts["algorithm"]).strip("\n")
@@ -73,7 +75,7 @@ def idea(script):
 
 
 def difference(script):
-    """Lines of the unified diff from train_grpo.py to a script that were added or removed, empty ones included."""
+    """Return the added and removed lines of the unified diff from train_grpo.py to a script, including empty ones."""
     lines = difflib.unified_diff(idea(read(REFERENCE)), idea(script), n=0, lineterm="")
     return [line for line in lines if line[0] in "+-" and not line.startswith(("+++", "---"))]
 
@@ -83,10 +85,10 @@ def page_of(name):
 
 
 def fixed_page(page, name):
-    """A docs page with the diff from train_grpo.py to its script between the marks."""
+    """Return a docs page with the diff from train_grpo.py to its script between the marks."""
     texts = [read(script).splitlines() for script in (REFERENCE, name)]
     for i, text in enumerate(texts):
-        texts[i] = text[text.index('"""', 1) + 1 :]  # the docstrings are prose
+        texts[i] = text[text.index('"""', 1) + 1 :]  # without the docstrings
     lines = difflib.unified_diff(*texts, REFERENCE, name, n=1, lineterm="")
     head, begin, rest = page.partition("<!-- diff: begin -->\n")
     _, end, tail = rest.partition("<!-- diff: end -->")
@@ -95,7 +97,7 @@ def fixed_page(page, name):
 
 
 def fixed(script):
-    """The script with every shared block as it stands in train_grpo.py."""
+    """Return the script with every shared block of train_grpo.py."""
     parts, reference = blocks(script), blocks(read(REFERENCE))
     own = overrides(script) | {"docstring", "algorithm"}
     return "".join(text if name in own or name not in reference else reference[name] for name, text in parts.items())
@@ -121,7 +123,7 @@ def test_a_script_has_at_most_60_changed_lines(name):
     assert 0 < len(difference(read(name))) <= 60
 
 
-def test_what_two_scripts_add_under_one_name_is_one_text():
+def test_blocks_of_one_name_are_equal_in_all_scripts_that_add_them():
     seen = {}
     for name in SCRIPTS:
         for block, text in blocks(read(name)).items():
@@ -130,7 +132,7 @@ def test_what_two_scripts_add_under_one_name_is_one_text():
 
 
 def flags(name):
-    """{flag: {"type", "default", "help"}} of a script, read from its classes: Sampling, Shared, Args."""
+    """Return {flag: {"type", "default", "help"}} of a script, read from its classes: Sampling, Shared, Args."""
     docs = {}
     for file in ("common/args.py", name):
         for node in ast.parse(read(file)).body:
@@ -152,7 +154,7 @@ def test_shared_arguments_have_the_reference_s_default_unless_the_script_says_ot
 
 @pytest.mark.parametrize("name", ["eval.py", REFERENCE, *SCRIPTS])
 def test_the_flags_are_those_of_the_frozen_list(name):
-    """Names, types, defaults and meanings: a change of tests/unit/flags.json is a change of the interface."""
+    """Compare names, types, defaults and meanings. A change of tests/unit/flags.json is a change of the interface."""
     frozen = json.loads(read("tests/unit/flags.json"))[name]
     found = flags(name)
     assert set(found) == set(frozen)
@@ -165,7 +167,7 @@ def test_a_script_reads_every_flag_that_it_declares():
     assert [flag for flag in declared if f"args.{flag}" not in read(REFERENCE)] == [] and len(declared) > 10
 
 
-def test_fix_copies_what_is_shared_and_leaves_the_idea_alone():
+def test_fix_copies_shared_code_and_leaves_the_idea_alone():
     script = read("train_tspo.py")
     spoilt = script.replace("# ---- 3. credit", "# ---- 3. whatever").replace("return k, gold\n", 'return k, "mine"\n')
     assert spoilt != script and fixed(spoilt) == script.replace("return k, gold\n", 'return k, "mine"\n')

@@ -1,4 +1,4 @@
-"""Plain English: phrases that a reader has to solve are in no comment, docstring, message or page."""
+"""Plain English: no comment, docstring, message or page contains certain unclear phrases."""
 
 import ast
 import io
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 ODD = re.compile(r"\b(goes on|go on|is said|of its own|stands?|what (is|was) (kept|given|asked))\b", re.IGNORECASE)
-# Texts that a model reads, and quotations: they do not change for the sake of style. (file, phrase)
+# (file, phrase) of texts that a model reads, and of quotations: style must not change them.
 QUOTED = {("tools/simulate.py", "stands on one line of its own")}
 
 
@@ -27,7 +27,7 @@ def files(*patterns):
 
 
 def prose(name):
-    """(line, text) of what people read in a file: of Python comments, docstrings and, outside of tests, all other strings."""
+    """Yield (line, text) of a file's prose. Python: comments, docstrings and, outside of tests, all other strings."""
     source = (ROOT / name).read_text(encoding="utf-8")
     if not name.endswith(".py"):
         yield from enumerate(source.splitlines(), 1)
@@ -47,7 +47,7 @@ def odd_phrases(name):
     for line, text in prose(name):
         for file, phrase in QUOTED:
             text = text.replace(phrase, "") if file == name else text
-        # A line break in the middle of a phrase hides it from nobody.
+        # A phrase may contain a line break.
         for found in ODD.finditer(" ".join(text.split())):
             yield f"{name}:{line}: {found[0]}"
 

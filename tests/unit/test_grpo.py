@@ -1,4 +1,4 @@
-"""train_grpo.py's own functions, held by numbers worked by hand."""
+"""train_grpo.py's own functions, with numbers worked out by hand."""
 
 import math
 
@@ -57,7 +57,7 @@ def test_a_trajectory_without_turns_is_legal(make_args):
 
 
 def one_token(adv, ratio, args, **tensors):
-    """Loss of one trained token of weight 1, whose probability has changed by `ratio`."""
+    """Return (loss, gradient, stats) of one trained token of weight 1 whose probability has changed by `ratio`."""
     turn = Turn([5], [6], [-1.0])
     batch = pack([Group(Question("q", "?", []), [Trajectory([turn])])], [[[adv]]])
     batch.weight = batch.mask.float()
@@ -75,8 +75,8 @@ def one_token(adv, ratio, args, **tensors):
     [
         (1.0954, 1.3, 0.2, -1.3145, 1),  # clipped at 1.2
         (1.0954, 1.3, 0.28, -1.4021, 1),
-        (1.0954, 0.7, 0.2, -0.7668, 0),  # a fall of a good token is not clipped
-        (-0.7303, 4.0, 0.2, 2.9212, 0),  # a rise of a bad token is not clipped
+        (1.0954, 0.7, 0.2, -0.7668, 0),  # positive advantage, falling probability: not clipped
+        (-0.7303, 4.0, 0.2, 2.9212, 0),  # negative advantage, rising probability: not clipped
         (-0.7303, 0.7, 0.2, 0.5842, 1),  # clipped at 0.8
         (-0.7303, 1.3, 0.2, 0.9494, 0),
     ],
@@ -119,7 +119,7 @@ def test_truncated_ratio_of_trainer_to_engine_weighs_the_loss(make_args, old, sa
 
 
 def losses_table():
-    """Two trajectories with token losses 1 1 | 2 (two turns) and 3 (one turn)."""
+    """Return a batch of two trajectories and their token losses: 1 1 | 2 (two turns) and 3 (one turn)."""
     first = Trajectory([Turn([5], [6, 6], [-1.0] * 2), Turn([5, 6, 6, 7], [6], [-1.0])])
     second = Trajectory([Turn([5], [6], [-1.0])])
     batch = pack([Group(Question("q", "?", []), [first, second])], [[[1.0, 1.0], [1.0]]])
@@ -145,7 +145,7 @@ def test_token_weights_by_hand(make_args, average, expected):
 
 
 def test_sequence_ratio_is_the_geometric_mean_over_its_tokens(make_args):
-    """Log-ratios 0.1, -0.05, 0.2 have mean 0.0833: ratio 1.0869 for every token, as in GSPO."""
+    """Check log-ratios 0.1, -0.05, 0.2: their mean 0.0833 gives the ratio 1.0869 for every token, as in GSPO."""
     turn = Turn([5], [6, 6, 6], [-1.0] * 3)
     batch = pack([Group(Question("q", "?", []), [Trajectory([turn])])], [[[1.0]]])
     batch.weight = batch.mask / 3

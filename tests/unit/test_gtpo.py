@@ -1,4 +1,4 @@
-"""GTPO's credit on groups worked out by hand."""
+"""GTPO's credit, with numbers worked out by hand."""
 
 import random
 
@@ -16,7 +16,7 @@ def invalid():
 
 
 def golden(outcomes=(1.0, 1.0, 0.0, 0.0), alike=None):
-    """Right in 2 turns; right in 3; wrong in 3, the second call invalid; wrong in 1 without a call."""
+    """Return a group: right in 2 turns; right in 3; wrong in 3, the second call invalid; wrong in 1 without a call."""
     g = group(
         [
             (outcomes[0], [turn(), answer()]),
@@ -53,9 +53,9 @@ def test_a_call_that_fails_or_times_out_costs_nothing_and_an_invalid_first_turn_
             (0.0, [turn(status="error"), turn(status="timeout"), answer()]),
             (0.0, [invalid(), answer()]),
             (1.0, [invalid()]),
-            (0.0, [turn(status=None)]),  # the last turn allowed: its call is not run any more
+            (0.0, [turn(status=None)]),  # the last allowed turn: its call does not run
             (0.0, []),
-            (0.0, [answer()]),  # cut by length: no call either
+            (0.0, [answer()]),  # cut by length: no call
             (0.0, [turn(), answer()]),
         ]
     )
@@ -89,15 +89,15 @@ def test_advantages_by_hand(g, flags, expected):
     assert same(advantages(g, **flags), expected)
 
 
-def test_with_the_population_s_deviation_the_numbers_of_the_reference_follow():
-    """ddof 0 is ddof 1 times sqrt(n / (n - 1)), n the trajectories that have the turn: 4, 3 and 2."""
+def test_the_population_s_deviation_gives_the_numbers_of_the_reference():
+    """Convert to ddof 0 by sqrt(n / (n - 1)), with the number n of trajectories that have the turn: 4, 3 and 2."""
     got = [[a * (n / (n - 1)) ** 0.5 for a, n in zip(row, (4, 3, 2))] for row in advantages(golden())]
     assert same(got, [[1.0923, 0.8054], [0.9032, 0.604, 1.0], [-0.9872, -1.4094, -1.0], [-1.0082]])
 
 
 def test_returns_are_discounted_rewards():
     pair = lambda g, **flags: advantages(group([*g, (0.0, [])]), adv_std=False, norm_set="padded", **flags)[0]  # noqa: E731
-    # Compared with an empty trajectory, padded with 0, an advantage is half the return.
+    # The other trajectory is empty and padded with 0, so that an advantage is half the return.
     assert same([pair([(1.0, [turn(), turn(), answer()])])], [[0.405, 0.45, 0.5]])
     assert same([pair([(0.0, [turn(), invalid(), answer()])])], [[-0.045, -0.05, 0.0]])
     assert same([pair([(0.0, [answer()])])], [[-0.05]])
@@ -109,7 +109,7 @@ def test_without_discount_shaping_and_penalties_every_return_is_the_outcome():
     for _ in range(20):
         g = group([(float(rng.random() < 0.5), [turn(), turn(), answer()]) for _ in range(6)])
         assert same(advantages(g, **flags), train_grpo.compute_advantages(g, train_grpo.Args())[0], atol=1e-9)
-    # Of unequal lengths too: without deviation an advantage is the return less one number, the mean over the group's turns.
+    # Of unequal lengths too: without deviation an advantage is the return minus the mean over the group's turns.
     g = group([(1.0, [turn(), answer()]), (0.0, [answer()]), (1.0, [turn(), turn(), invalid(), answer()])])
     got = advantages(g, adv_std=False, norm_set="pooled", **flags)
     assert same(got, [[1 - 6 / 7] * 2, [-6 / 7], [1 - 6 / 7] * 4])
@@ -153,7 +153,7 @@ def test_a_turn_that_one_trajectory_reached_has_no_advantage():
 
 
 class Engine:
-    """Hands out one group."""
+    """An engine that returns one group."""
 
     def __init__(self, made):
         self.made = made
@@ -184,7 +184,7 @@ def test_similarity_is_the_mean_over_the_correct_trajectories(monkeypatch):
 
 
 @pytest.mark.parametrize("outcomes", [(0.0, 0.0), (1.0, 1.0)])
-def test_nothing_is_measured_where_there_is_nothing_to_compare(outcomes):
+def test_similarity_needs_right_and_wrong_trajectories(outcomes):
     assert collected(group([(o, [turn(text="print(1)"), answer()]) for o in outcomes])) == [None, None]
 
 
@@ -204,7 +204,7 @@ def test_negative_cosines_count_as_zero(monkeypatch):
 
 
 def test_an_embedding_model_is_loaded_by_plain_transformers(qwen, tmp_path):
-    """Mean-pooled hidden states of any encoder: here a random one. Padding and order change nothing."""
+    """Embed with a random model: mean-pooled hidden states, which padding and order must not change."""
     texts = ["Oakford is a town", "the quick brown fox jumps over the lazy dog", "Oakford is a town"]
     alike = similarity.cosines(texts, qwen)
     assert alike[0, 2] == pytest.approx(1, abs=1e-5) and alike[0, 1] < 0.999
@@ -228,12 +228,11 @@ def test_any_model_that_embeds_will_do_and_one_that_cannot_is_refused_at_start_u
         train_gtpo.Args(code_embedder=name)
         alike = similarity.cosines(["the town " * 2000, "the town"], name)
         assert alike[0, 0] == pytest.approx(1, abs=1e-5) and 0 <= alike[0, 1] <= 1
-    with pytest.raises(
-        SystemExit, match="t5: it cannot embed texts"
-    ):  # it has no hidden states without a decoder's input
+    # T5 gives no hidden states without a decoder's input.
+    with pytest.raises(SystemExit, match="t5: it cannot embed texts"):
         train_gtpo.Args(code_embedder=str(tmp_path / "t5"))
 
 
-def test_an_embedder_that_is_not_there_is_refused_at_start_up(tmp_path):
+def test_a_missing_embedder_is_refused_at_start_up(tmp_path):
     with pytest.raises(SystemExit, match="--code_embedder .*nowhere: it cannot embed texts"):
         train_gtpo.Args(code_embedder=str(tmp_path / "nowhere"))

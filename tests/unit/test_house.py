@@ -1,4 +1,4 @@
-"""The house: which file may import which, no circles, and budgets of lines. docs/map.md shows the arrows."""
+"""Structure of the code: allowed imports, no import cycles, and budgets of lines. docs/map.md shows the imports."""
 
 import ast
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MAY_IMPORT = {  # folder -> what its files may import of ours, besides each other
+MAY_IMPORT = {  # folder -> our packages and modules that its files may import, besides each other
     "common": (),
     "tools": ("common",),
     "tasks": ("tools", "common"),
@@ -18,7 +18,7 @@ FILE_LINES = {"common": 350, "tasks": 500, "tools": 500, "view": 500}
 
 
 def modules(root=ROOT):
-    """{name: path} of the modules of the product: tasks.tiny.pretrain, train_grpo. A package has the name of its folder."""
+    """Return {name: path} of our modules: tasks.tiny.pretrain, train_grpo. A package has the name of its folder."""
     paths = [
         *root.glob("*.py"),
         *(p for folder in (*MAY_IMPORT, "runs") for p in sorted((root / folder).rglob("*.py"))),
@@ -28,7 +28,7 @@ def modules(root=ROOT):
 
 
 def imports(path, known):
-    """The modules of ours that a file imports, inside functions too."""
+    """Return our modules that a file imports, inside functions too."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -46,7 +46,7 @@ def graph(root=ROOT):
 
 
 def is_entry(name):
-    """Whether a module is run and not imported: a script at the top, view/__main__.py, a program of runs/."""
+    """Return whether a module is run and not imported: a script at the top, view/__main__.py, a program of runs/."""
     return "." not in name and name not in MAY_IMPORT or name == "view.__main__" or name.startswith("runs.")
 
 
@@ -66,7 +66,7 @@ def wrong_arrows(arrows):
 
 
 def circle(arrows):
-    """A list of modules that import each other in a circle, or []."""
+    """Return a list of modules that import each other in a circle, or []."""
     done, path = set(), []
 
     def visit(name):
@@ -126,3 +126,14 @@ def test_importing_tasks_loads_nothing_heavy():
     code = "import sys, tasks; print([m for m in ('torch', 'transformers', 'numpy', 'vllm') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_map_shows_the_arrows_and_the_budgets():
+    page = (ROOT / "docs" / "map.md").read_text(encoding="utf-8")
+    for folder, allowed in MAY_IMPORT.items():
+        cells = ", ".join(f"`{name}`" for name in allowed) or "nothing of ours"
+        assert f"| `{folder}` | {cells} |" in page
+    assert f"| `common/` | {FOLDER_LINES['common']:,}, and {FILE_LINES['common']} a file |" in page
+    for name, most in LINES.items():
+        shown = name if name in ("train_grpo.py", "eval.py") else "the other train scripts"
+        assert f"| `{shown}` | {most} |" in page or f"| {shown} | {most} |" in page

@@ -1,4 +1,4 @@
-"""Set-up: one clear sentence for what can go wrong, and nothing to do when nothing has changed."""
+"""Set-up: one clear sentence for each error, and no work when nothing has changed."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def nvidia_smi(folder, monkeypatch, text, code=0):
-    """A stand-in that prints what the real tool would."""
+    """Put a fake nvidia-smi on PATH that prints `text`."""
     tool = folder / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\necho '{text}'\nexit {code}\n")
     tool.chmod(0o755)
@@ -32,7 +32,7 @@ def test_the_build_follows_from_the_gpu_and_its_driver(tmp_path, monkeypatch):
         install.requirements()
 
 
-def test_an_unsupported_python_is_named_unless_another_is_at_hand(tmp_path, monkeypatch):
+def test_an_unsupported_python_is_refused_unless_a_supported_one_is_on_path(tmp_path, monkeypatch):
     assert install.find_python() == sys.executable
     monkeypatch.setattr(install.sys, "version_info", (3, 9, 1))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -44,7 +44,7 @@ def test_an_unsupported_python_is_named_unless_another_is_at_hand(tmp_path, monk
     assert install.find_python() == str(other)
 
 
-def test_a_full_disk_and_a_failed_download_are_said(monkeypatch):
+def test_a_full_disk_and_a_failed_download_are_reported(monkeypatch):
     monkeypatch.setattr(install.shutil, "disk_usage", lambda path: SimpleNamespace(free=2 * 2**30))
     with pytest.raises(SystemExit, match="2 GB of disk are free here, and the environment needs 6 GB"):
         install.install("requirements-cpu.txt", sys.executable)
@@ -57,11 +57,8 @@ def test_a_full_disk_and_a_failed_download_are_said(monkeypatch):
     )
     with pytest.raises(SystemExit, match="could not be installed"):
         install.install("requirements-cpu.txt", sys.executable)
-    assert [install.TORCH_CPU_INDEX in words for words in commands] == [
-        False,
-        False,
-        True,
-    ]  # venv, as it is, with torch's own index
+    # venv, pip without further options, pip with torch's own index
+    assert [install.TORCH_CPU_INDEX in words for words in commands] == [False, False, True]
 
 
 def test_an_environment_that_is_up_to_date_is_left_alone(tmp_path, monkeypatch):
@@ -69,9 +66,8 @@ def test_an_environment_that_is_up_to_date_is_left_alone(tmp_path, monkeypatch):
     assert install.up_to_date(str(tmp_path / "made-from"), "requirements-cpu.txt")
     assert not install.up_to_date(str(tmp_path / "made-from"), "requirements.txt")
     (tmp_path / "made-from").write_text(install.wanted("requirements.txt"))
-    assert install.up_to_date(
-        str(tmp_path / "made-from"), "requirements-cpu.txt"
-    )  # a GPU that is out of sight for the moment
+    # The GPU may be hidden for the moment.
+    assert install.up_to_date(str(tmp_path / "made-from"), "requirements-cpu.txt")
 
 
 def test_requirements_differ_in_the_build_of_vllm_only():
@@ -81,8 +77,8 @@ def test_requirements_differ_in_the_build_of_vllm_only():
     assert all("==" in line for line in gpu | cpu)
 
 
-def test_set_up_is_plain_enough_for_an_old_python_to_say_so():
-    """The file itself must parse under a Python that is refused."""
+def test_an_old_python_can_run_install_py_to_be_refused():
+    """Parse install.py as an old Python would."""
     import ast
 
     ast.parse((ROOT / "install.py").read_text(), feature_version=(3, 7))

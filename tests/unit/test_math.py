@@ -1,4 +1,4 @@
-"""Mathematics with Python: the embedded task and its base, data sets of reasoning_gym, files, and a whole trajectory."""
+"""Mathematics with Python: the embedded task and its base, data sets of reasoning_gym, files, whole trajectories."""
 
 import json
 import random
@@ -19,7 +19,7 @@ from tools.python import Python
 
 
 def values(trace):
-    """[(code, what the trace says it gave)] and the answer of a scripted trace."""
+    """Return ([(code, output)], answer) of a scripted trace."""
     texts = [text for text, _ in trace]
     codes = [re.search(r"<python> (.*) </python>", text)[1] for text in texts[1:-1:2]]
     return list(zip(codes, texts[2::2])), re.search(r"<answer> (.*) </answer>", texts[-1])[1]
@@ -28,9 +28,12 @@ def values(trace):
 # ---- the embedded questions
 
 
-def test_the_questions_are_the_same_at_every_call_and_no_text_or_beginning_is_in_two_parts():
+def test_the_questions_are_the_same_at_every_call():
+    assert tiny_math.questions() == tiny_math.questions()
+
+
+def test_no_text_or_beginning_is_in_two_parts():
     train, held_out = tiny_math.questions()
-    assert tiny_math.questions() == (train, held_out)
     assert len(train) == 2000 and len(held_out) == 400
     texts = [{q["question"] for q in part} for part in (train, held_out)]
     assert not texts[0] & texts[1] and [len(part) for part in texts] == [2000, 400]
@@ -59,7 +62,7 @@ def test_a_trace_without_flaws_computes_the_answer_step_by_step():
             assert before in code.split()
 
 
-def test_flawed_traces_say_truly_what_their_code_gives_and_show_each_habit():
+def test_flawed_traces_have_true_outputs_and_show_each_habit():
     rng = random.Random(2)
     short = signs = 0
     habits = {"double it": set(), "subtract it from": set(), "take it away from": set()}
@@ -88,7 +91,7 @@ def tokenizer():
 
 
 def test_a_number_is_read_and_written_as_the_same_tokens(tokenizer):
-    for number in (7, 42, 999):  # below zero a minus may be a token with the space before it, and without
+    for number in (7, 42, 999):  # not below zero: a minus may be one token with the space before it
         ids = tokenizer.encode(f" {number}")
         for text in (f"<python> {number} + 5 </python>", f"<answer> {number} </answer>"):
             assert tokenizer.encode(text)[1 : 1 + len(ids)] == ids
@@ -96,7 +99,7 @@ def test_a_number_is_read_and_written_as_the_same_tokens(tokenizer):
         assert any(observation[i : i + len(ids)] == ids for i in range(len(observation)))
 
 
-def test_the_base_was_pretrained_on_what_the_task_shows_it(tokenizer, make_args):
+def test_the_base_was_pretrained_on_the_ids_of_the_task(tokenizer, make_args):
     question = {"question": "Start with 12. First add 7. Second double it."}
     task = tasks.load(make_args(model="tiny-math", task="tiny_math", unsafe_python=True))
     trace = [
@@ -105,19 +108,19 @@ def test_the_base_was_pretrained_on_what_the_task_shows_it(tokenizer, make_args)
         ("19", "found"),
     ]
     ((ids, _),) = pretrain._encode(tokenizer, [trace], [], tiny_math.WORDING.around)
-    said = tokenizer.encode(trace[1][0])
-    turn = Turn([1], said, [0.0] * len(said), text=trace[1][0], tool="python")
+    acted = tokenizer.encode(trace[1][0])
+    turn = Turn([1], acted, [0.0] * len(acted), text=trace[1][0], tool="python")
     turn.tool_input = task.read(turn).text
     shown = task.call(turn, None, [])
     _, observed = task.observe(turn, shown)
     assert shown == "19"
-    assert task.prompt_ids(Question("q", question["question"], [])) + said + observed == ids[:-1]
+    assert task.prompt_ids(Question("q", question["question"], [])) + acted + observed == ids[:-1]
     made = tiny_math._tokenizer()
     for q in tiny_math.questions()[1]:
         assert tokenizer.decode(made.encode(q["question"])) == q["question"]
 
 
-def test_the_preset_of_the_math_base_is_that_of_the_other_one():
+def test_the_two_bases_have_the_same_preset_but_for_the_task():
     tiny, math = (vars(parse_args(train_grpo.Args, ["--model", name])) for name in ("tiny", "tiny-math"))
     assert {name for name in tiny if tiny[name] != math[name]} == {"model", "task", "topk"}
     assert math["task"] == "tiny_math"
@@ -127,7 +130,7 @@ def test_the_preset_of_the_math_base_is_that_of_the_other_one():
 
 
 class Calculator(Tool):
-    """In the place of the Python tool."""
+    """A fake Python tool for expressions."""
 
     name = "python"
 
@@ -135,9 +138,9 @@ class Calculator(Tool):
         return str(eval(code))
 
 
-def play(say, tool, golds):
-    """One trajectory of MathQA in which the model says `say`, turn by turn."""
-    engine = scripted_engine.Scripted(lambda question, sample, turn: say[turn])
+def play(completions, tool, golds):
+    """Play a trajectory of MathQA with one completion per turn."""
+    engine = scripted_engine.Scripted(lambda question, sample, turn: completions[turn])
     task = math_qa.MathQA(engine.args, engine.tokenizer, tool, [], [])
     group = Group(Question("q", "What is half of 19 * 3?", golds), [Trajectory()])
     loop.Loop(engine, task, False).run([loop.Rollout(group.question, group.trajectories[0], 0)], lambda: None)
@@ -161,13 +164,13 @@ def test_an_agent_computes_and_its_answer_is_compared_by_value(answer, outcome):
 
 
 def test_code_sees_the_earlier_calls_of_its_trajectory_and_an_error_is_an_observation():
-    say = [
+    completions = [
         "<python> x = 19 * 3 </python>",
         "<python> y </python>",
         "<python> x / 2 </python>",
         "<answer> 28.5 </answer>",
     ]
-    t = play(say, Python(10.0, unsafe=True), ["28.5"])
+    t = play(completions, Python(10.0, unsafe=True), ["28.5"])
     assert [turn.tool_status for turn in t.turns] == ["ok", "error", "ok", None]
     assert "NameError" in t.turns[1].tool_output and t.turns[2].tool_output == "28.5" and t.outcome == 1.0
 
@@ -179,11 +182,11 @@ def test_the_embedded_task_has_three_parts(make_args):
     assert [q.text for q in task.train] == [q["question"] for q in train[:50]]
     other = tasks.load(make_args(task="tiny_math", limit=51, unsafe_python=True))
     assert other.fingerprint != task.fingerprint
-    with pytest.raises(SystemExit, match="tiny_math is no test set"):
+    with pytest.raises(SystemExit, match="tiny_math has training questions"):
         tasks.load(make_args(task="tiny_math", unsafe_python=True), use="all")
 
 
-def test_a_file_of_problems_needs_nothing_to_search_in(tmp_path, make_args):
+def test_a_file_of_problems_needs_no_corpus(tmp_path, make_args):
     lines = [
         json.dumps({"question": f"What is {i} + {j}?", "answers": [str(i + j)]}) for i in range(6) for j in range(6)
     ]
@@ -193,7 +196,7 @@ def test_a_file_of_problems_needs_nothing_to_search_in(tmp_path, make_args):
     (tmp_path / "q.jsonl").write_text("\n".join(lines))
     given = dict(task=str(tmp_path / "q.jsonl"), task_kind="math", unsafe_python=True)
     task = tasks.load(make_args(**given))
-    assert len(task.train) + len(task.held_out) + len(task.test) == 72  # a sign tells two questions apart
+    assert len(task.train) + len(task.held_out) + len(task.test) == 72  # questions that differ by a sign are different
     assert task.score("2/2", Question("q", "", ["1.0"])) == (1.0, {})
     assert len(tasks.load(make_args(**given), use="all").test) == 72
     for more in (dict(corpus="c.jsonl"), dict(retriever="http://x")):
@@ -211,9 +214,8 @@ def test_a_data_set_of_reasoning_gym_is_made_in_three_disjoint_parts(make_args):
     task = gym(make_args, "chain_sum")
     again = gym(make_args, "chain_sum")
     parts = [{q.text for q in part} for part in (task.train, task.held_out, task.test)]
-    assert [len(part) for part in parts[:2]] == [40, 10] and files.TEST - 20 < len(
-        parts[2]
-    ) <= files.TEST  # some come twice
+    assert [len(part) for part in parts[:2]] == [40, 10]
+    assert files.TEST - 20 < len(parts[2]) <= files.TEST  # some texts occur twice
     assert not parts[0] & parts[1] and not parts[0] & parts[2] and not parts[1] & parts[2]
     assert again.fingerprint == task.fingerprint and again.test == task.test
     question = task.train[0]
@@ -229,17 +231,17 @@ def test_a_scorer_that_raises_means_wrong(make_args):
     assert task.score(task.train[0].golds[0], task.train[0]) == (1.0, {})
 
 
-def test_a_data_set_without_golds_can_be_trained_on_and_one_that_needs_more_is_refused(make_args):
+def test_a_data_set_without_golds_is_loaded_and_one_that_needs_a_configuration_is_refused(make_args):
     pytest.importorskip("reasoning_gym")
     task = gym(make_args, "propositional_logic", max_turn_tokens=64)
     assert task.train[0].golds == [] and task.score("junk", task.train[0]) == (0.0, {})
-    with pytest.raises(SystemExit, match="reasoning_gym:composite: not without a configuration"):
+    with pytest.raises(SystemExit, match="reasoning_gym:composite: .* cannot be created without a configuration"):
         gym(make_args, "composite")
 
 
 def test_an_unknown_data_set_is_answered_with_those_of_a_similar_name(make_args):
     pytest.importorskip("reasoning_gym")
-    with pytest.raises(SystemExit, match="no such data set. Close: .*chain_sum"):
+    with pytest.raises(SystemExit, match="no such data set. Similar names: .*chain_sum"):
         gym(make_args, "chain_sums")
     with pytest.raises(SystemExit, match="nothing to search in"):
         gym(make_args, "chain_sum", corpus="c.jsonl")
@@ -251,7 +253,7 @@ def test_a_data_set_that_may_run_an_answer_as_code_to_score_it_is_refused_outsid
         with pytest.raises(SystemExit, match=f"reasoning_gym:{name}: this data set may run an answer as code"):
             gym(make_args, name, unsafe_python=False)
     task = gym(make_args, "n_queens", max_turn_tokens=256)
-    assert task.score("exit(3)", task.train[0]) == (0.0, {})  # and does not end the run
+    assert task.score("exit(3)", task.train[0]) == (0.0, {})  # without ending the run
 
 
 # ---- benchmarks of another kind
@@ -288,7 +290,7 @@ def of_kind(family, make_args, question, *more):
                 "B - Mars",
                 "The answer is B",
                 "The correct option is (B).",
-                "B) $D$, Mars",  # as the option itself has it
+                "B) $D$, Mars",  # the option's own text
                 "b)\na planet",
             )
         ),
@@ -310,7 +312,7 @@ TESTED = "def check(candidate):\n    assert candidate(5) == 2\n    assert candid
     [
         ("def half(n):\n    return n // 2", 1.0),
         ("```python\nfrom os import path\n\ndef half(n):\n    return n // 2\n```", 1.0),
-        ("return n // 2", 1.0),  # what follows the question's text
+        ("return n // 2", 1.0),  # continues the question's code
         ("m = n // 2\n    return m", 1.0),
         ("m = n // 2\nreturn m", 1.0),
         ("\n    m = n // 2\n    return m\n", 1.0),
@@ -320,7 +322,7 @@ TESTED = "def check(candidate):\n    assert candidate(5) == 2\n    assert candid
         ("```\nm = n / 2\nreturn m\n```", 0.0),
         ("def half(n):\n    return n / 2", 0.0),
         ("def half(n):\n    return n // ", 0.0),
-        ("def half(n):\n    raise SystemExit", 0.0),  # the process ends as after success
+        ("def half(n):\n    raise SystemExit", 0.0),  # exit code 0, as after success
         ("import os\nos._exit(0)", 0.0),
         ("def check(f):\n    pass\ndef half(n):\n    while True: pass", 0.0),
         ("", 0.0),

@@ -1,4 +1,4 @@
-"""The protocols: what a tool is described with, how calls are read, and what stands around outputs."""
+"""The protocols: descriptions of tools, parsing of calls, and the text around outputs."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def called(name="search", key="arguments", **given):
     return f"<tool_call>\n{json.dumps({'name': name, key: given})}\n</tool_call>"
 
 
-# ---- tags
+# ---- tags: calls
 
 
 @pytest.mark.parametrize(
@@ -104,12 +104,12 @@ def test_a_prompt_does_not_change_overnight():
             '<tool_call>{"name": "search", "arguments": {"query": "half \\ud83d"}}</tool_call>',
             Action("search", "half ?"),
         ),
-        # what is thought is not done
+        # thinking is not acted on
         (f"<think> {called(query='a')} </think> <answer> b </answer>", Action(None, "b")),
         (f"<think> {called(query='a')} </think>", None),
         ("<think> <answer> a </answer> </think> b", None),
         (f"<think> hm {called(query='a')}", Action("search", "a")),  # never closed: the generation ended at the call
-        # not a call
+        # no call
         ("", None),
         ("Bo Hale", None),
         (called(query="a").removesuffix("</tool_call>"), None),
@@ -133,10 +133,10 @@ def test_a_prompt_does_not_change_overnight():
         ("<tool_call></tool_call>", None),
         (f"<tool_call>{'[' * 100_000}</tool_call>", None),
         (f"<tool_call>{'9' * 10_000}</tool_call>", None),
-        ('{"name": "search", "parameters": {"query": "a"}}', None),  # the other form
+        ('{"name": "search", "parameters": {"query": "a"}}', None),  # the form of other templates
     ],
 )
-def test_what_is_a_call(text, expected):
+def test_calls_in_tags_are_parsed(text, expected):
     assert chat().parse(text) == expected
 
 
@@ -156,7 +156,7 @@ def test_what_is_a_call(text, expected):
         (called(query="a"), None),
     ],
 )
-def test_what_is_a_call_in_bare_json(text, expected):
+def test_calls_in_bare_json_are_parsed(text, expected):
     assert chat(chat_templates.JSON_CALLS).parse(text) == expected
 
 
@@ -183,7 +183,7 @@ def test_the_prompt_names_the_tool_as_the_template_does(template, tool):
     )
 
 
-SAID = {  # how the model calls, as each template writes it
+SAID = {  # the model's turns, as each template writes them
     "KEEPS": '<think>\nso {0}\n</think>\n\n\n<tool_call>\n{{"name": "search", "arguments": {{"query": "{0}"}}}}\n</tool_call>',
     "UNTIL_USER": '<think>\nso {0}\n</think>\n\n<tool_call>\n{{"name": "search", "arguments": {{"query": "{0}"}}}}\n</tool_call>',
     "STRIPS": 'so {0}\n</think>\n\n<tool_call>\n{{"name": "search", "arguments": {{"query": "{0}"}}}}\n</tool_call>',
@@ -193,8 +193,8 @@ SAID = {  # how the model calls, as each template writes it
 
 @pytest.mark.parametrize("ended", [True, False])
 @pytest.mark.parametrize("name", list(SAID))
-def test_contexts_are_what_the_template_would_write_of_the_whole_conversation(name, ended):
-    """Also where the template leaves out earlier thinking, under the --context that it matches."""
+def test_contexts_equal_the_template_s_text_of_the_whole_conversation(name, ended):
+    """Include a template that leaves out earlier thinking, with the --context that it matches."""
     tokenizer = chat_templates.tokenizer(getattr(chat_templates, name))
     end = ("<|eot_id|>" if name == "JSON_CALLS" else "<|im_end|>") * (ended or name == "JSON_CALLS")
     found = {"Ada Cole": 'Ada Cole works for\n"Nova Labs".', "Nova Labs": "Nova Labs is led by Bo Hale.\n"}
@@ -203,7 +203,7 @@ def test_contexts_are_what_the_template_would_write_of_the_whole_conversation(na
     context = "strip_think" if name == "STRIPS" else "full"
     (t,), engine = play(script, tool=found.get, tokenizer=tokenizer, protocol="chat", context=context)
     assert (t.stop, t.outcome, [turn.tool_status for turn in t.turns]) == ("answer", 1.0, ["ok", "ok", None])
-    if context == "full":  # what is recorded is what was appended
+    if context == "full":
         for before, after in zip(t.turns, t.turns[1:]):
             assert after.context_ids == before.context_ids + before.action_ids + before.observation_ids
     made = chat(getattr(chat_templates, name), context=context)
@@ -231,7 +231,7 @@ def test_an_invalid_action_is_answered_by_a_user_message():
 
 @pytest.mark.parametrize("template", [chat_templates.KEEPS, chat_templates.JSON_CALLS])
 @pytest.mark.parametrize("output", ['"\\"\n' * 60, "é\U0001f600x" * 40, "one two three. " * 40])
-def test_an_output_is_cut_and_what_stands_around_it_is_not(template, output):
+def test_an_output_is_cut_and_the_text_around_it_is_not(template, output):
     for limit in range(60, 75):
         made = chat(template, max_observation_tokens=limit)
         shown, ids = made.observation(output, "search")
@@ -242,7 +242,7 @@ def test_an_output_is_cut_and_what_stands_around_it_is_not(template, output):
         assert inside == (json.dumps(shown, ensure_ascii=False)[1:-1] if made.quotes else shown)
 
 
-# ---- chat: what is refused and said at the start
+# ---- chat: refusals and notices at the start
 
 
 @pytest.mark.parametrize(
@@ -250,23 +250,23 @@ def test_an_output_is_cut_and_what_stands_around_it_is_not(template, output):
     [
         (None, {}, "no chat template"),
         (chat_templates.WITHOUT_TOOLS, {}, "leaves the tools out"),
-        (chat_templates.WITHOUT_OUTPUTS, {}, "leaves out what a tool answers"),
-        (chat_templates.OTHER_CALLS, {}, "calls in a form that is not known"),
+        (chat_templates.WITHOUT_OUTPUTS, {}, "leaves out tool outputs"),
+        (chat_templates.OTHER_CALLS, {}, "calls in an unknown format"),
         (chat_templates.REFUSES, {}, "Only user and assistant roles!"),
-        (chat_templates.REWRITES, {}, "otherwise when others follow"),
-        ("{{ nonsense.at.all }}", {}, "no way to use a tool"),
-        ("{% if %}", {}, "no way to use a tool"),
+        (chat_templates.REWRITES, {}, "differently when others follow"),
+        ("{{ nonsense.at.all }}", {}, "cannot be used for tool calls"),
+        ("{% if %}", {}, "cannot be used for tool calls"),
         (chat_templates.KEEPS, dict(template="off"), "--template auto"),
         (chat_templates.KEEPS, dict(max_observation_tokens=16), r"--max_observation_tokens 16: .* takes \d+ tokens"),
     ],
 )
-def test_a_template_that_is_no_way_to_use_a_tool_is_refused(template, changes, words):
+def test_a_template_that_cannot_use_tools_is_refused(template, changes, words):
     with pytest.raises(SystemExit, match=words) as stopped:
         chat(template, **changes)
     assert "\n" not in str(stopped.value) and (changes or "--protocol tags" in str(stopped.value))
 
 
-def test_worked_examples_are_for_tags():
+def test_chat_takes_no_worked_examples():
     with pytest.raises(SystemExit, match="--shots 0"):
         play(None, tokenizer=chat_templates.tokenizer(chat_templates.KEEPS), protocol="chat", shots=1)
 
@@ -276,14 +276,18 @@ def test_worked_examples_are_for_tags():
     [
         ("KEEPS", "full", None),
         ("KEEPS", "strip_think", "keeps the thinking of earlier turns, as --context full does"),
-        ("UNTIL_USER", "full", r"until a user message follows \(here: after an invalid action\); --context full keeps"),
-        ("UNTIL_USER", "window", "until a user message follows .* as --context full does; .* --context window says"),
-        ("STRIPS", "full", "leaves out the thinking of earlier turns, as --context strip_think does; .* full says"),
+        (
+            "UNTIL_USER",
+            "full",
+            r"until a user message follows \(here: after an invalid action\); --context full always keeps",
+        ),
+        ("UNTIL_USER", "window", "until a user message follows .* as --context full does; .* --context window instead"),
+        ("STRIPS", "full", "leaves out the thinking of earlier turns, as --context strip_think does; .* full instead"),
         ("STRIPS", "strip_think", None),
-        ("MARKS_OLD", "full", "rewrites earlier turns in a way of its own"),
+        ("MARKS_OLD", "full", "rewrites earlier turns in its own way"),
     ],
 )
-def test_a_template_with_other_habits_than_the_context_is_reported_in_a_line(template, context, words, monkeypatch):
+def test_a_template_that_does_not_match_the_context_is_reported_in_a_line(template, context, words, monkeypatch):
     lines = []
     monkeypatch.setattr(run, "notice", lines.append)
     chat(getattr(chat_templates, template), context=context)
@@ -305,12 +309,12 @@ def test_a_template_with_other_habits_than_the_context_is_reported_in_a_line(tem
         (r"first \boxed{1}, no, \boxed {2}", "2"),
         (r"\boxed{1} and then \boxed{2", "1"),  # the last one is not closed
         (r"<think> perhaps \boxed{1} </think> \boxed{2}", "2"),
-        (r"perhaps \boxed{1} </think> nothing else", None),  # thinking that the prompt has opened
+        (r"perhaps \boxed{1} </think> nothing else", None),  # the prompt has opened the thinking
         (r"\boxed{}", None),
         ("<answer> 42 </answer>", None),
     ],
 )
-def test_what_is_a_boxed_answer(text, answer):
+def test_boxed_answers_are_parsed(text, answer):
     expected = Action(None, answer) if answer else None
     assert tags("python", answer="boxed").parse(text) == tags(None, answer="boxed").parse(text) == expected
     assert chat(chat_templates.KEEPS, "python", answer="boxed").parse(text) == expected
@@ -338,16 +342,26 @@ def test_boxed_answers_end_with_the_message_and_the_prompt_asks_for_them():
     assert made[0].stop == ["</python>", "<output>"] and made[1].stop == []
 
 
-def test_without_a_tool_none_is_spoken_of_and_no_call_is_read():
+def test_without_a_tool_the_prompt_mentions_none():
     alone = tags(None)
     text = alone.tokenizer.decode(alone.prompt_ids("What is 3 + 4?"))
     assert not any(word in text for word in ("python", "search", "look up", "compute", "tool", "Call"))
     assert alone.stop == ["</answer>"] and "<think>" in text
+
+
+def test_without_a_tool_answers_are_parsed_and_calls_are_invalid():
+    alone = tags(None)
     assert alone.parse("<python> 1 </python>") is None and alone.parse("<answer> 7 </answer>") == Action(None, "7")
     shown, ids = alone.observation(alone.invalid_message, None)
     assert alone.tokenizer.decode(ids).strip() == alone.invalid_message
-    with pytest.raises(SystemExit, match="--tools off goes with --protocol tags"):
+
+
+def test_without_a_tool_the_protocol_must_be_tags():
+    with pytest.raises(SystemExit, match="With --tools off use --protocol tags"):
         chat(chat_templates.KEEPS, None)
+
+
+def test_worked_examples_need_search_and_answers_in_tags():
     for words, tool in (({}, None), ({"answer": "boxed"}, "search")):
-        with pytest.raises(SystemExit, match="--shots: the worked examples search, and answer in tags"):
+        with pytest.raises(SystemExit, match="--shots: the worked examples need a search task"):
             Tags(train_grpo.Args(**words), small_models.tokenizer(), tool, ("an example",))

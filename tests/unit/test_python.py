@@ -1,4 +1,4 @@
-"""The Python tool: what it answers, and that nothing the model's code does reaches the machine, the trainer or another call."""
+"""The Python tool: its answers, and that a model's code cannot reach the machine, the trainer or another call."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ SECRET = "token-7391"  # in the environment of the process that has the tool
 MARK = {"TEST_OF_PYTHON": str(os.getpid())}  # in the environment of all processes that the tool starts for these tests
 SANDBOXES = ("bubblewrap", "bubblewrap, normal user", "pydantic-monty")
 
-# A trainer in a process of its own: a line of JSON for each call.
+# A trainer in a separate process: a line of JSON for each call.
 TRAINER = """
 import json, signal, sys
 sys.path.insert(0, sys.argv[1])
@@ -56,7 +56,7 @@ for line in sys.stdin:
 
 
 class Trainer:
-    """The tool in another process, perhaps as another user."""
+    """The tool in another process, which may run as another user."""
 
     def __init__(self, mode, interpreter=sys.executable, before=()):
         command = [*before, interpreter, "-c", TRAINER, str(ROOT), mode, json.dumps(MARK)]
@@ -84,7 +84,7 @@ class Trainer:
 
 
 def as_nobody():
-    """What to put before a command, and an interpreter that a normal user may start."""
+    """Return (words before a command, an interpreter that a normal user may start)."""
     if os.geteuid() != 0:
         pytest.skip("the tests run as a normal user: so does the mode before this one")
     if not shutil.which("setpriv"):
@@ -106,9 +106,8 @@ def made(mode):
         ways, environment = python._ways, python._environment
         patch.setattr(python, "_environment", lambda: environment() | MARK)
         patch.setattr(python, "_ways", lambda unsafe: [way for way in ways(unsafe) if way[0].startswith(mode)])
-        for name, value in (
-            {"TOKEN": SECRET} | MARK
-        ).items():  # monty's workers have it all, and the code cannot ask for it
+        # monty's workers inherit all of it, but the code cannot read it.
+        for name, value in ({"TOKEN": SECRET} | MARK).items():
             patch.setenv(name, value)
         try:
             return Python(10.0, unsafe=mode == "--unsafe_python")
@@ -139,7 +138,7 @@ def tool(mode):
 
 
 def ours():
-    """The processes that live and carry the mark."""
+    """Return the ids of living processes that carry the mark."""
     found = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -154,7 +153,7 @@ def alive(process):
 
 
 def kill(server):
-    """With all that it has started."""
+    """Kill a server with all its descendants."""
     server = psutil.Process(server)
     dying = [*server.children(recursive=True), server]
     for process in dying:
@@ -182,10 +181,10 @@ def status_and_text(tool, code, earlier=(), timeout=10.0):
         tool.timeout = 10.0
 
 
-# ---- what it answers
+# ---- answers
 
 
-def test_what_is_printed_and_the_value_of_a_last_expression_are_shown(tool):
+def test_printed_text_and_the_value_of_a_last_expression_are_shown(tool):
     assert tool("print('a')\nx = 3\nx * 2") == "a\n6"
     assert tool("x = 1") == "(no output)"
     assert tool("None") == "(no output)"
@@ -200,7 +199,7 @@ def test_a_session_is_rebuilt_from_its_earlier_calls(tool):
     assert tool("print(twice(x) + y, math.pi > 3)", earlier) == "9 True"
 
 
-def test_of_a_call_that_failed_it_is_known_whether_its_session_goes_on(tool, mode):
+def test_a_failed_call_reports_whether_its_session_is_lost(tool, mode):
     for code, lost in (("x = 1\n1 / 0", False), (LOOP, True), (LEAVE_AT_ONCE, True), ("exit(1)", False)):
         if mode != "pydantic-monty" or "exit" not in code:
             tool.timeout = 0.4 if code == LOOP else 10.0
@@ -210,46 +209,46 @@ def test_of_a_call_that_failed_it_is_known_whether_its_session_goes_on(tool, mod
             assert failed.value.lost == lost, code
 
 
-def test_code_that_leaves_by_itself_with_exit_code_0_is_no_success(tool, mode):
-    """Its session, rebuilt, would end before the next call began, which would look like a success without output."""
+def test_code_that_exits_with_code_0_is_an_error(tool, mode):
+    """Exit early: the rebuilt session would end before the next call, like a success without output."""
     if mode == "pydantic-monty":
-        pytest.skip("it cannot leave")
+        pytest.skip("it cannot exit")
     for leave in ("os._exit(0)", "os.execvp('true', ['true'])", "if os.fork(): os._exit(0)"):
         with pytest.raises(Failed, match="42\nError: the process ended with exit code 0") as failed:
             tool(f"import os\nprint(42, flush=True)\n{leave}\nimport time\ntime.sleep(5)")
         assert failed.value.lost, leave
 
 
-def test_earlier_calls_neither_close_nor_meet_the_output_of_the_next(tool, mode):
+def test_earlier_calls_cannot_close_or_write_to_the_output_of_the_next(tool, mode):
     if mode == "pydantic-monty":
         pytest.skip("it has no handles")
     write = "import os\nfor n in range(3, 64):\n    try: os.write(n, b'forged')\n    except OSError: pass"
     assert tool("print(x)", ["import os\nos.closerange(3, 64)\nx = 5", write]) == "5"
 
 
-def test_code_that_closes_its_output_has_its_whole_time(tool, mode, monkeypatch):
+def test_code_that_closes_its_output_may_run_until_its_timeout(tool, mode, monkeypatch):
     if mode in ("bubblewrap, normal user", "pydantic-monty"):
-        pytest.skip("no server of this process")
+        pytest.skip("this process has no server")
     monkeypatch.setattr(python, "GRACE", 0.2)
     assert tool("import os, time\nos.close(1)\nos.close(2)\ntime.sleep(1)") == "(no output)"
 
 
 def test_calls_at_the_same_time_do_not_share_a_user_id(tool, mode):
     if mode != "bubblewrap" or os.geteuid() != 0:
-        pytest.skip("they have no user ids of their own")
+        pytest.skip("calls have separate user ids only as root")
     threads = "import threading, time\nstarted = [threading.Thread(target=time.sleep, args=({},)) for _ in range({})]\n"
     threads += "for thread in started: thread.start()"
     with ThreadPoolExecutor(1) as pool:
         busy = pool.submit(tool, threads.format(4, 14) + "\ntime.sleep(4)")
         time.sleep(0.2)
-        while not busy.done():  # often enough for each user id to come round
-            assert tool(threads.format(0, 2)) == "(no output)"  # a thread too many for one that has 15 already
+        while not busy.done():  # often enough to reach each user id again
+            assert tool(threads.format(0, 2)) == "(no output)"  # would exceed the limit of a user id with 15 threads
         assert busy.result() == "(no output)"
 
 
-def test_a_tool_that_is_gone_for_good_ends_the_run(mode, monkeypatch, tmp_path):
+def test_a_tool_that_cannot_start_again_ends_the_run(mode, monkeypatch, tmp_path):
     if mode == "bubblewrap, normal user":
-        pytest.skip("no server of this process")
+        pytest.skip("this process has no server")
     monkeypatch.setattr(python, "AGAIN", (0.01, 0.01))
     if mode == "pydantic-monty":
         binary = shutil.copy(shutil.which("monty", path=Path(sys.executable).parent), tmp_path / "monty")
@@ -265,14 +264,14 @@ def test_a_tool_that_is_gone_for_good_ends_the_run(mode, monkeypatch, tmp_path):
             kill(tool.backend.process.pid)
         with pytest.raises(Lost, match="does not start again"):
             tool("1")
-        if mode != "pydantic-monty":  # once it can be started, it goes on
+        if mode != "pydantic-monty":  # it works again as soon as it can start
             tool.backend.command = command
             assert tool("1") == "1"
     finally:
         tool.backend.close()
 
 
-def test_chance_is_the_same_when_a_session_is_rebuilt(tool):
+def test_random_numbers_are_the_same_when_a_session_is_rebuilt(tool):
     first = tool("import random\nprint(random.random())")
     assert tool("print(x)", ["import random\nx = random.random()"]) == first
 
@@ -307,7 +306,7 @@ def test_an_object_s_address_is_the_same_in_every_process(tool, mode):
     assert tool("map(int, '12')") == "<map object at 0x0>" == tool("map(int, '12')", ["x = [1] * 1000"])
 
 
-def test_what_the_server_has_not_loaded_can_be_imported_and_devices_opened(tool, mode):
+def test_modules_that_the_server_has_not_loaded_can_be_imported_and_devices_opened(tool, mode):
     if mode == "pydantic-monty":
         pytest.skip("it has neither")
     code = "import sys\nnew = {'wave', 'json.tool', 'colorsys'} - set(sys.modules)\nimport wave, json.tool, colorsys"
@@ -324,7 +323,7 @@ def test_installed_packages_can_be_used_in_cpython(tool, mode):
     assert text == "90000.0" or "No module named 'numpy'" in text
 
 
-# ---- what the code may try
+# ---- attacks
 
 LOOP = "while True:\n    pass"
 LEAVE_AT_ONCE = "import os\nos._exit(3)"
@@ -339,7 +338,7 @@ if os.fork() == 0:
 os.wait()
 print("left")
 """
-ATTACKS = {  # name: (code, how it may end)
+ATTACKS = {  # name: (code, the statuses it may end with)
     "infinite loop": (LOOP, {"timeout"}),
     "sleep": ("import time\ntime.sleep(1000)", {"timeout"}),
     "loop that takes no signal": (
@@ -398,7 +397,7 @@ ATTACKS = {  # name: (code, how it may end)
     "half a character": ("print('\\ud800')", {"ok"}),
     "half a character in the code": ("print('\ud800')", {"ok", "error"}),
 }
-NEED_A_SANDBOX = {  # harmful without one
+NEED_A_SANDBOX = {  # attacks that do harm without a sandbox
     "disk fill",
     "many files",
     "network",
@@ -414,7 +413,7 @@ NEED_A_SANDBOX = {  # harmful without one
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_it_survives(tool, mode, attack):
+def test_the_tool_survives(tool, mode, attack):
     if mode == "--unsafe_python" and (attack in NEED_A_SANDBOX or attack == "fork bomb" and os.geteuid() == 0):
         pytest.skip("without a sandbox this would do harm")
     before = ours()
@@ -443,11 +442,12 @@ def test_a_repository_below_usr_is_hidden(monkeypatch):
     monkeypatch.setattr(python, "ROOT", place)
     tool = made("bubblewrap")
     assert tool("import os\nos.listdir('/usr/share'), os.listdir('/usr/bin') != []") == "([], True)"
-    assert tool("import os\nbool(os.statvfs('/usr/share').f_flag & os.ST_RDONLY)") == "True"  # or calls would share it
+    # Read-only, because calls would share its files.
+    assert tool("import os\nbool(os.statvfs('/usr/share').f_flag & os.ST_RDONLY)") == "True"
     tool.backend.close()
 
 
-def test_an_endless_earlier_call_is_over_time(tool):
+def test_an_endless_earlier_call_times_out(tool):
     assert status_and_text(tool, "print(1)", [LOOP], timeout=0.4)[0] == "timeout"
 
 
@@ -458,7 +458,7 @@ def test_the_start_and_the_end_of_a_long_output_are_kept(tool):
 
 def test_a_server_that_dies_is_replaced_also_from_a_thread_that_ends(tool, mode):
     if mode in ("bubblewrap, normal user", "pydantic-monty"):
-        pytest.skip("no server of this process")
+        pytest.skip("this process has no server")
     kill(tool.backend.process.pid)
     with ThreadPoolExecutor(4) as threads:
         assert set(threads.map(lambda _: tool("print(1)"), range(8))) == {"1"}
@@ -467,7 +467,7 @@ def test_a_server_that_dies_is_replaced_also_from_a_thread_that_ends(tool, mode)
     assert tool("print(1)") == "1" and tool.backend.process.pid == pid
 
 
-# ---- beginning and end
+# ---- start and end
 
 
 @pytest.mark.parametrize("mode", ["bubblewrap", "pydantic-monty", "--unsafe_python"])
@@ -476,7 +476,7 @@ def test_a_killed_trainer_leaves_no_process_and_ctrl_c_ends_no_call(mode):
     trainer = Trainer(mode)
     os.killpg(trainer.process.pid, signal.SIGINT)
     assert trainer("print(1)") == "1"
-    trainer.timeout = 1.0  # a busy worker of monty's sees its trainer gone only when it is over time
+    trainer.timeout = 1.0  # a busy worker of monty notices a dead trainer only at its timeout
     trainer.ask(LOOP if mode == "pydantic-monty" else LEAVE + LOOP)
     time.sleep(0.3)
     started = psutil.Process(trainer.process.pid).children(recursive=True)
@@ -485,18 +485,19 @@ def test_a_killed_trainer_leaves_no_process_and_ctrl_c_ends_no_call(mode):
     assert started and eventually(lambda: not any(map(alive, started)) and ours() <= before), "a process is left"
 
 
-def test_it_says_at_the_start_which_way_it_goes_and_why_no_better_one(monkeypatch, capsys, tmp_path):
+def test_the_start_reports_the_sandbox_and_why_there_is_no_better_one(monkeypatch, capsys, tmp_path):
     pytest.importorskip("pydantic_monty")
     bubblewrap = tmp_path / "bwrap"
     bubblewrap.write_text("#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n")
     bubblewrap.chmod(0o755)
     monkeypatch.setattr(python, "_bubblewraps", lambda: [str(bubblewrap)])
-    said = []
-    monkeypatch.setattr(run, "notice", said.append)
+    notices = []
+    monkeypatch.setattr(run, "notice", notices.append)
     Python(1.0).backend.close()
-    assert len(said) == 1 and said[0].startswith("python: pydantic-monty") and "No permissions to create" in said[0]
+    assert len(notices) == 1 and notices[0].startswith("python: pydantic-monty")
+    assert "No permissions to create" in notices[0]
     Python(1.0, unsafe=True).backend.close()
-    assert "NO SANDBOX" in said[1]
+    assert "NO SANDBOX" in notices[1]
 
 
 def test_without_a_sandbox_it_refuses_to_start(monkeypatch):
@@ -509,21 +510,29 @@ def test_without_a_sandbox_it_refuses_to_start(monkeypatch):
     assert "\n" not in text
 
 
-def test_an_error_that_only_looks_like_a_limit_of_the_interpreter_is_an_error():
+@pytest.fixture(scope="module")
+def monty():
+    """Return a tool on the interpreter without packages."""
     tool = made("pydantic-monty")
-    for words, status in (("limit exceeded", "error"), ("no limit", "error")):
-        with pytest.raises(Failed, match="TimeoutError") as failed:
-            tool(f"raise TimeoutError({words!r})")
-        assert (failed.value.status, failed.value.lost) == (status, False)
+    yield tool
     tool.backend.close()
 
 
-def test_values_of_the_interpreter_without_packages_leave_no_trace_in_the_session():
-    tool = made("pydantic-monty")
-    assert tool("_", ["_ = 5", "1 + 1"]) == "5"
-    assert tool("[1, 2]", ["print = repr = 3"]) == "[1, 2]"
+def test_an_error_that_only_looks_like_a_limit_of_the_interpreter_is_an_error(monty):
+    for words, status in (("limit exceeded", "error"), ("no limit", "error")):
+        with pytest.raises(Failed, match="TimeoutError") as failed:
+            monty(f"raise TimeoutError({words!r})")
+        assert (failed.value.status, failed.value.lost) == (status, False)
+
+
+def test_names_of_the_session_and_of_the_tool_do_not_collide_in_monty(monty):
+    assert monty("_", ["_ = 5", "1 + 1"]) == "5"
+    assert monty("[1, 2]", ["print = repr = 3"]) == "[1, 2]"
+
+
+def test_a_traceback_of_monty_has_the_lines_of_the_code(monty):
     with pytest.raises(Failed) as failed:
-        tool("def f():\n    return 1 / 0\nf()")
+        monty("def f():\n    return 1 / 0\nf()")
     lines = str(failed.value).splitlines()
     at = lines.index("    f()")
     assert (
@@ -531,13 +540,18 @@ def test_values_of_the_interpreter_without_packages_leave_no_trace_in_the_sessio
         and lines[at + 1] == "    ~~~"
         and "__show" not in str(failed.value)
     )
-    newer = """d = {"a": "x" * 5000}\nf"{d["a"]}\""""  # Python 3.12
-    assert tool(newer).strip("'")[:100] == "x" * 100
+
+
+def test_monty_takes_f_strings_of_python_3_12(monty):
+    newer = """d = {"a": "x" * 5000}\nf"{d["a"]}\""""
+    assert monty(newer).strip("'")[:100] == "x" * 100
+
+
+def test_an_output_of_monty_beyond_16_mib_loses_the_session(monty):
     for code in (f"print('x' * {2**24 + 10})", f"'x' * {2**24 + 10}", f"print('x' * {2**24 + 10})\nprint('END')"):
         with pytest.raises(Failed, match="more than 16 MiB") as failed:
-            tool(code)
+            monty(code)
         assert failed.value.lost and "END" not in str(failed.value)
-    tool.backend.close()
 
 
 def test_a_low_limit_on_open_files_is_raised_inside(monkeypatch):
@@ -553,7 +567,7 @@ def test_a_low_limit_on_open_files_is_raised_inside(monkeypatch):
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_the_limit_on_time_is_part_of_what_a_run_goes_on_with():
+def test_the_timeout_is_part_of_the_fingerprint():
     tools = [Python(timeout, unsafe=True) for timeout in (10.0, 10.0, 11.0)]
     prints = [tool.fingerprint for tool in tools]
     for tool in tools:

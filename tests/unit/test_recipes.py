@@ -1,4 +1,4 @@
-"""The recipes of runs/: flags that the scripts know, the source of each figure, and a plan that fits the card."""
+"""The recipes of runs/: valid flags, the source of each value, and a plan that fits the card."""
 
 import dataclasses
 import importlib
@@ -23,7 +23,7 @@ def text(name):
 
 
 def words(name, *given):
-    """The command that a recipe runs, as a list of words."""
+    """Return the command that a recipe runs, as a list of words."""
     done = subprocess.run(
         ["bash", f"runs/{name}.sh", *given],
         cwd=commands.ROOT,
@@ -37,7 +37,7 @@ def words(name, *given):
 
 
 def arguments(name, *given):
-    """(ranks, what the recipe's script makes of its flags)."""
+    """Return (ranks, the parsed arguments of the recipe's script)."""
     command = words(name, *given)
     assert command[0] == "--nproc_per_node" and command[2] == f"train_{name}.py"
     Args = importlib.import_module(f"train_{name}").Args
@@ -63,7 +63,7 @@ def test_every_flag_of_a_recipe_is_one_of_its_script_with_the_value_written_ther
 
 
 @pytest.mark.parametrize("name", ["grpo", "tspo", "gtpo", "rtpo"])
-def test_every_flag_of_a_recipe_says_where_its_figure_comes_from(name):
+def test_every_flag_of_a_recipe_names_its_source(name):
     flags = FLAG.findall(text(name))
     assert flags == [flag for flag, *_ in SOURCE.findall(text(name))]
     for machine in ("8x80gb", "1x24gb"):
@@ -81,7 +81,7 @@ def test_both_learning_rates_are_shown(name):
 
 @pytest.mark.parametrize("name", ["grpo", "tspo", "gtpo", "rtpo"])
 def test_the_algorithm_s_own_arguments_are_all_given(name):
-    """A later change of a default must not change a recipe."""
+    """Require them, because a later change of a default must not change a recipe."""
     import train_grpo
 
     own = {f.name for f in dataclasses.fields(importlib.import_module(f"train_{name}").Args)}
@@ -102,7 +102,7 @@ def test_the_plan_of_a_recipe_fits_the_card_it_is_named_for(name, machine, tmp_p
 
 
 @pytest.mark.parametrize("name", ["grpo", "tspo", "gtpo", "rtpo"])
-def test_a_recipe_without_a_machine_says_how_it_is_called(name):
+def test_a_recipe_without_a_machine_prints_its_usage(name):
     for given in ([], ["2x80gb"]):
         done = subprocess.run(
             ["bash", f"runs/{name}.sh", *given], cwd=commands.ROOT, capture_output=True, text=True, check=False
@@ -110,5 +110,5 @@ def test_a_recipe_without_a_machine_says_how_it_is_called(name):
         assert done.returncode != 0 and f"bash runs/{name}.sh 8x80gb|1x24gb" in done.stderr
 
 
-def test_a_flag_given_behind_wins():
+def test_a_flag_after_the_machine_overrides_the_recipe():
     assert arguments("tspo", "8x80gb", "--task", "q.jsonl", "--lr", "3e-5")[1].lr == 3e-5

@@ -1,4 +1,4 @@
-"""The retriever client against a real server: the same text as Search, in batches, and through every kind of fault."""
+"""The retriever client with a real server: the same text as Search, batches, and every kind of fault."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from tools import search
 from tools.search import PROBE, Retriever, Search
 
 DOCUMENTS = [
-    {"id": "0", "title": "Town", "text": "Homes of a person or two."},  # what the probe finds
+    {"id": "0", "title": "Town", "text": "Homes of a person or two."},  # the probe finds it
     {"id": "1", "title": '"Ada" and "Bo"', "text": "Two lines about Ada:\nAda is  tall.\r\n"},
     {"id": "2", "title": "", "text": "Ada has no title."},
     {"id": "3", "title": "Ada has no text", "text": ""},
@@ -31,7 +31,7 @@ WORDS = [f"word{i}" for i in range(64)]
 
 @pytest.fixture
 def start():
-    """retriever.start, with Search's documents above; everything is stopped at the end."""
+    """Return retrieval_server.start for DOCUMENTS. Its servers are stopped at the end."""
     stops = []
 
     def start(control=None, port=0):
@@ -45,7 +45,7 @@ def start():
 
 
 def ask(retriever, queries, threads=64):
-    """Ask all queries at once -> list of texts or exceptions."""
+    """Ask all queries at once. Returns a list of texts or exceptions."""
 
     def call(query):
         try:
@@ -67,7 +67,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
-# ---- what comes back
+# ---- answers
 
 
 @pytest.mark.parametrize("shape", ["wrapped", "plain", "fields"])
@@ -101,7 +101,7 @@ def test_documents_of_other_servers(start, item, line):
     control = Control()
     retriever = Retriever(start(control)[0], 1, 10)
     control.fail = lambda queries: json.dumps({"result": [[item, item] for _ in queries]}).encode()
-    assert retriever("Ada") == line  # and not more than topk documents
+    assert retriever("Ada") == line  # no more than topk documents
 
 
 def test_64_threads_get_their_own_answers_in_a_few_requests(start):
@@ -119,7 +119,7 @@ def test_a_request_is_no_larger_than_its_limit(start, monkeypatch):
     assert max(control.batches) == 10
 
 
-def test_one_at_a_time_and_from_many_threads_no_thread_or_socket_is_left(start):
+def test_no_thread_or_socket_is_left(start):
     control = Control()
     retriever = Retriever(start(control)[0], 1, 10)
     assert [retriever(word) for word in WORDS] == [number(i) for i in range(64)]
@@ -152,12 +152,12 @@ def test_an_address_is_completed(given, whole):
 
 
 @pytest.mark.parametrize("address", ["", "http://", "host:port", "host:99999", "ftp://host/x", "http://[::1"])
-def test_what_is_no_address_is_refused(address):
+def test_a_bad_address_is_refused(address):
     with pytest.raises(SystemExit, match="--retriever .*not an address such as"):
         Retriever(address, 1, 10)
 
 
-def test_no_proxy_on_the_way_to_this_machine(start, monkeypatch):
+def test_no_proxy_is_used_for_this_machine(start, monkeypatch):
     for name in ("http_proxy", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
         monkeypatch.setenv(name.upper(), "http://127.0.0.1:9")
@@ -196,7 +196,7 @@ def test_no_proxy_on_the_way_to_this_machine(start, monkeypatch):
         ("/retrieve", b"\xff\xfe{}", "wrong shape"),
     ],
 )
-def test_an_unusable_server_is_one_line_at_the_start(start, monkeypatch, path, fail, words):
+def test_an_unusable_server_is_refused_in_one_line_at_the_start(start, monkeypatch, path, fail, words):
     monkeypatch.setattr(search, "STARTING", (0.01, 0.01))
     address, _ = start(Control(fail=lambda queries: fail))
     with pytest.raises(SystemExit, match=words) as stopped:
@@ -230,7 +230,7 @@ def test_a_probe_that_finds_nothing_is_a_warning(capsys):
     assert f"warning: retriever {address} finds nothing for '{PROBE}'" in capsys.readouterr().err
 
 
-# ---- faults under way
+# ---- faults during a run
 
 
 def test_a_server_that_is_killed_and_started_again_is_waited_for(tmp_path, capsys):
@@ -267,9 +267,9 @@ def test_a_server_that_is_killed_and_started_again_is_waited_for(tmp_path, capsy
         process.kill()
         process.wait()
         process.stdout.close()
-    said = capsys.readouterr().err
-    assert f"retriever http://127.0.0.1:{port}/retrieve: connection " in said and "; trying again for 60 s\n" in said
-    assert "answers again" in said and "Error" not in said
+    stderr = capsys.readouterr().err
+    assert f"retriever http://127.0.0.1:{port}/retrieve: connection " in stderr
+    assert "; trying again for 60 s\n" in stderr and "answers again" in stderr and "Error" not in stderr
 
 
 def test_a_server_that_stays_away_is_lost_for_every_call(start):
@@ -287,7 +287,7 @@ def test_a_server_that_stays_away_is_lost_for_every_call(start):
     assert str(errors[0]) == f"the retriever {address} has given no results for 1 s: connection refused"
     control.batches.clear()
     start(control, port=int(address.split(":")[2].split("/")[0]))
-    assert {str(error) for error in ask(retriever, WORDS)} == {str(errors[0])}  # too late: nobody asks any more
+    assert {str(error) for error in ask(retriever, WORDS)} == {str(errors[0])}  # a lost server is not asked again
     assert control.batches == []
 
 
@@ -305,7 +305,7 @@ def test_a_gateway_without_its_server_is_waited_for(start, capsys):
 
 
 @pytest.mark.parametrize("fault", [500, b'{"result": []}', HANG])
-def test_a_query_that_the_server_cannot_answer_is_an_error_of_its_own(start, capsys, fault):
+def test_a_query_that_the_server_cannot_answer_fails_alone(start, capsys, fault):
     control = Control(delay=0.01)
     retriever = Retriever(start(control)[0], 1, 0.3)
     control.fail = lambda queries: fault if "word3" in queries else None
@@ -328,7 +328,7 @@ def test_a_query_that_the_server_cannot_answer_is_an_error_of_its_own(start, cap
         (HANG, "s: no answer within 0.2 s", 20),
     ],
 )
-def test_a_server_that_answers_nothing_any_more_is_lost(start, fault, words, count):
+def test_a_server_that_stops_answering_is_lost(start, fault, words, count):
     control = Control()
     retriever = Retriever(start(control)[0], 1, 0.2, patience=0.3)
     control.fail = lambda queries: fault
@@ -339,7 +339,7 @@ def test_a_server_that_answers_nothing_any_more_is_lost(start, fault, words, cou
 
 
 @pytest.mark.parametrize("fault", [500, HANG])
-def test_a_fault_that_passes_is_seen_by_nobody(start, fault):
+def test_a_passing_fault_is_hidden_from_the_callers(start, fault):
     control, seen = Control(), []
     retriever = Retriever(start(control)[0], 1, 0.3)
     control.fail = lambda queries: seen.append(queries) or (fault if len(seen) in (1, 4) else None)
@@ -357,7 +357,7 @@ def test_a_batch_that_takes_too_long_is_asked_in_parts(start):
 
 
 def test_a_server_that_works_one_request_at_a_time_is_asked_in_parts_too(start):
-    """It is still busy with the batch that was given up when the probe comes: that is no reason to send the same batch again."""
+    """Send the probe while the server is busy with a timed-out batch: the same batch must not be sent again."""
     control, busy = Control(), threading.Lock()
     retriever = Retriever(start(control)[0], 1, 0.5, patience=20)
 
@@ -380,12 +380,12 @@ def test_a_server_that_answers_nothing_but_the_probe_is_lost(start):
         assert time.monotonic() < end
         errors += ask(retriever, WORDS[:4])
     assert sum(isinstance(error, RuntimeError) for error in errors) >= search.REJECTED - 1
-    assert "answers its probe, and none of the last" in str(errors[-1])
+    assert "answers its probe, but none of the last" in str(errors[-1])
     with pytest.raises(Lost):
         retriever("word1")
 
 
-def test_a_fault_of_our_own_leaves_nobody_waiting(start, monkeypatch):
+def test_an_exception_in_the_client_leaves_no_caller_waiting(start, monkeypatch):
     retriever = Retriever(start()[0], 1, 10)
     monkeypatch.setattr(retriever.session, "post", lambda *_, **__: 1 / 0)
     assert {type(error) for error in ask(retriever, WORDS)} == {ZeroDivisionError}

@@ -1,4 +1,4 @@
-"""The rollout loop, driven by a scripted engine: stops, budgets, tools, exact contexts."""
+"""The rollout loop with a scripted engine: stops, budgets, tools, exact contexts."""
 
 import sys
 import threading
@@ -54,50 +54,79 @@ def test_ids_that_are_not_the_tokenizer_s_own_split_are_trained_as_sampled():
     assert batch.ids[batch.turn == 0].tolist() == letters
 
 
-@pytest.mark.parametrize("how", ["tags", "chat"])
-@pytest.mark.parametrize("template", ["UNTIL_USER", "STRIPS", "KEEPS", "THOUGHTLESS"])
-def test_a_tag_that_is_only_mentioned_in_thinking_ends_no_turn_of_a_model_that_thinks_by_itself(template, how):
-    """UNTIL_USER: as Qwen3; STRIPS: the prompt opens the block; the others: models that think when they are asked to."""
+both_protocols = pytest.mark.parametrize("how", ["tags", "chat"])
+thinks_by_itself = pytest.mark.parametrize("template", ["UNTIL_USER", "STRIPS"])  # as Qwen3; the prompt opens the block
+REST = ", so:</think> <think> is no tag here: <answer> Bo Hale </answer>"
+
+
+def mention(template, how):
+    """Return (the beginning of a turn that mentions a tag in its thinking, its ids, arguments of play)."""
     tokenizer = chat_templates.tokenizer(getattr(chat_templates, template))
-    said = [
-        "<think>" * (template != "STRIPS") + " It goes inside <answer> and </answer>",
-        ", so:</think> <think> is no tag here: <answer> Bo Hale </answer>",
-    ]
-    pieces = iter(said)
-    words = {"tokenizer": tokenizer, "protocol": how}
+    begin = "<think>" * (template != "STRIPS") + " It goes inside <answer> and </answer>"
+    return begin, tokenizer.encode(begin), {"tokenizer": tokenizer, "protocol": how}
+
+
+@both_protocols
+@pytest.mark.parametrize("template", ["KEEPS", "THOUGHTLESS"])
+def test_a_tag_mentioned_in_thinking_ends_the_turn_of_a_model_that_is_asked_to_think(template, how):
+    begin, _, words = mention(template, how)
+    (t,), engine = play(lambda q, s, k: begin, **words)
+    asks = "Think inside" in words["tokenizer"].decode(engine.seen[0].ids)
+    assert (t.answer, t.outcome, len(engine.seen), asks) == ("and", 0.0, 1, True)
+
+
+@both_protocols
+@thinks_by_itself
+def test_a_tag_mentioned_in_thinking_ends_no_turn_of_a_model_that_thinks_by_itself(template, how):
+    begin, begun, words = mention(template, how)
+    pieces = iter([begin, REST])
     (t,), engine = play(lambda q, s, k: next(pieces), **words)
-    asks = "Think inside" in tokenizer.decode(engine.seen[0].ids)
-    if template in ("KEEPS", "THOUGHTLESS"):
-        assert (t.answer, t.outcome, len(engine.seen), asks) == ("and", 0.0, 1, True)
-        return
+    asks = "Think inside" in words["tokenizer"].decode(engine.seen[0].ids)
     assert (t.answer, t.outcome, len(t.turns), t.stop, asks) == ("Bo Hale", 1.0, 1, "answer", False)
     first, second = engine.seen
-    begun = tokenizer.encode(said[0])
-    assert t.turns[0].action_ids == begun + tokenizer.encode(said[1])
+    assert t.turns[0].action_ids == begun + words["tokenizer"].encode(REST)
     assert len(t.turns[0].action_logps) == len(t.turns[0].action_ids)
     assert second.ids == first.ids + begun and t.turns[0].context_ids == first.ids
     assert second.max_tokens == first.max_tokens - len(begun) and second.seed != first.seed
-    (t,), engine = play(lambda q, s, k: said[0], max_turn_tokens=len(begun), **words)
+
+
+@both_protocols
+@thinks_by_itself
+def test_a_turn_without_tokens_left_to_close_its_thinking_ends_by_length(template, how):
+    begin, begun, words = mention(template, how)
+    (t,), engine = play(lambda q, s, k: begin, max_turn_tokens=len(begun), **words)
     assert (t.stop, t.answer, t.outcome, len(engine.seen)) == ("length", None, 0.0, 1)
-    (t,), _ = play(lambda q, s, k: said[0] + "<|im_end|>", max_turns=1, **words)  # it stopped thinking by itself
+
+
+@both_protocols
+@thinks_by_itself
+def test_a_message_that_ends_in_open_thinking_is_invalid(template, how):
+    begin, _, words = mention(template, how)
+    (t,), _ = play(lambda q, s, k: begin + "<|im_end|>", max_turns=1, **words)
     assert (t.stop, t.answer, len(t.turns)) == ("invalid", None, 1)
-    pieces = iter([said[0], []])  # nothing more came
+
+
+@both_protocols
+@thinks_by_itself
+def test_an_empty_continuation_of_open_thinking_is_invalid(template, how):
+    begin, begun, words = mention(template, how)
+    pieces = iter([begin, []])
     (t,), _ = play(lambda q, s, k: next(pieces), max_turns=1, **words)
     assert (t.stop, t.turns[0].action_ids) == ("invalid", begun)
 
 
 @pytest.mark.parametrize("context", ["full", "strip_think", "window"])
 def test_a_block_is_open_where_the_turn_s_own_context_opens_it(context):
-    """In tags only the first context ends in the generation prompt: a later turn begins outside of thinking."""
-    said = ["I look.</think> <search> Nova Labs </search>", "<answer> Bo Hale </answer>"]
+    """Use tags, where only the first context ends in the generation prompt: a later turn begins outside of thinking."""
+    turns = ["I look.</think> <search> Nova Labs </search>", "<answer> Bo Hale </answer>"]
     tokenizer = chat_templates.tokenizer(chat_templates.STRIPS)
-    (t,), engine = play(lambda q, s, k: said[k], tokenizer=tokenizer, context=context)
+    (t,), engine = play(lambda q, s, k: turns[k], tokenizer=tokenizer, context=context)
     assert (t.stop, t.outcome, len(t.turns), len(engine.seen)) == ("answer", 1.0, 2, 2)
 
 
 def test_a_turn_cut_by_length_is_trained_but_runs_no_tool():
-    for said in ("<search> Ada Cole", "<search> Ada Cole </search>"):
-        (t,), _ = play(lambda q, s, k, said=said: (said, "length"))
+    for text in ("<search> Ada Cole", "<search> Ada Cole </search>"):
+        (t,), _ = play(lambda q, s, k, text=text: (text, "length"))
         assert (t.stop, t.turns[0].tool, t.turns[0].tool_status, t.turns[0].observation_ids) == (
             "length",
             None,
@@ -108,7 +137,7 @@ def test_a_turn_cut_by_length_is_trained_but_runs_no_tool():
         assert int(batch.mask.sum()) == len(t.turns[0].action_ids)
 
 
-def test_an_invalid_action_is_answered_and_the_episode_goes_on():
+def test_an_invalid_action_is_answered_and_the_episode_continues():
     (t,), _ = play(lambda q, s, k: ["I do not know.", "<answer> Bo Hale </answer>"][k])
     assert (t.stop, t.outcome) == ("answer", 1.0)
     assert (t.turns[0].tool_status, t.turns[0].tool_output) == ("invalid", wordings.INVALID)
@@ -141,7 +170,7 @@ def test_a_fabricated_observation_ends_the_turn_as_invalid():
 def test_a_full_context_ends_a_trajectory_and_is_no_exception():
     start = len(play(two_hops)[0][0].turns[0].context_ids)
     first = len(TOKENIZER.encode(two_hops("", 0, 0)))
-    # no room for the prompt; room for the prompt and part of a turn; for a turn but not for what the tool answers
+    # no room for the prompt; room for the prompt and part of a turn; for a turn but not for the tool's output
     for limit, turns in ((start, 0), (start - 5, 0), (start + first, 1), (start + first + 10, 1)):
         (t,), engine = play(two_hops, max_context=limit)
         assert (t.stop, len(t.turns), t.outcome) == ("context", turns, 0.0)
@@ -159,7 +188,7 @@ def test_a_failing_tool_is_an_observation_and_is_counted():
     assert t.turns[0].tool_output == "Error: ValueError: no index" and t.stop == "answer"
 
 
-def test_a_tool_that_hangs_is_given_up_and_holds_up_nobody():
+def test_a_hanging_call_times_out_and_delays_no_other():
     release = threading.Event()
 
     def hang(query):
@@ -184,7 +213,7 @@ def test_a_tool_whose_calls_all_hang_ends_the_run(monkeypatch):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_tool_that_is_lost_ends_the_run_with_its_own_words(workers):
+def test_a_lost_tool_ends_the_run_with_its_message(workers):
     def lost(query):
         raise Lost("the retriever has been away for 120 s")
 
@@ -192,7 +221,7 @@ def test_a_tool_that_is_lost_ends_the_run_with_its_own_words(workers):
         play(two_hops, tool=lost, tool_workers=workers)
 
 
-def test_a_scorer_whose_tool_is_lost_ends_the_run_with_its_own_words(monkeypatch):
+def test_a_scorer_whose_tool_is_lost_ends_the_run_with_its_message(monkeypatch):
     def lost(self, trajectory, question):
         raise Lost("python does not start again")
 
@@ -201,7 +230,7 @@ def test_a_scorer_whose_tool_is_lost_ends_the_run_with_its_own_words(monkeypatch
         play(two_hops)
 
 
-def test_a_client_that_keeps_the_time_itself_is_not_given_up():
+def test_a_tool_that_keeps_its_own_time_does_not_time_out():
     class Patient:
         keeps_time = True
 
@@ -213,7 +242,7 @@ def test_a_client_that_keeps_the_time_itself_is_not_given_up():
     assert [turn.tool_status for turn in t.turns] == ["ok", "ok", None]
 
 
-def test_whatever_a_tool_returns_is_text_of_a_bounded_length():
+def test_any_result_of_a_tool_becomes_text_of_a_limited_length():
     for output, kept in (
         ("x" * 10_000_000, "x" * 50_000 + " [cut: 10000000 characters]"),
         ("half \ud83d", "half ?"),
@@ -226,7 +255,7 @@ def test_whatever_a_tool_returns_is_text_of_a_bounded_length():
         assert t.turns[0].tool_output == kept
 
 
-def test_what_was_cut_off_a_tool_s_output_is_not_recorded_as_shown():
+def test_only_the_shown_part_of_an_output_is_recorded():
     (t,), _ = play(two_hops, tool=lambda query: "Bo " * 30 + "Hale", max_observation_tokens=60)
     shown = (
         TOKENIZER.decode(t.turns[0].observation_ids).removeprefix("\n<information> ").removesuffix(" </information>\n")
@@ -240,7 +269,7 @@ def test_a_tool_that_calls_exit_is_a_failing_tool():
 
 
 def test_published_adapters_of_dead_runs_are_removed_where_memory_is_small(tmp_path, monkeypatch):
-    """As in a container with a /dev/shm of 64 MB that is killed and started again: same directory, same process id."""
+    """Kill and restart a run as in a container with a /dev/shm of 64 MB: same directory, same process id."""
 
     class Policy:
         parameters = [torch.zeros(10)]
@@ -257,7 +286,7 @@ def test_published_adapters_of_dead_runs_are_removed_where_memory_is_small(tmp_p
             store.save(Policy(), version)
         assert [p.name for p in tmp_path.iterdir()] == [store.folder.name]
         assert sorted(p.name for p in store.folder.iterdir()) == ["lock", "v2", "v3"]
-        other = adapters.AdapterStore(Policy(), args)  # beside a live one
+        other = adapters.AdapterStore(Policy(), args)  # must not remove the live one
         assert len(list(tmp_path.iterdir())) == 2
         store.lock.close(), other.lock.close()  # killed
 
@@ -281,12 +310,15 @@ def test_no_more_tools_than_workers_run_at_once():
     assert most[0] == 1
 
 
-def test_every_request_has_its_own_seed_and_the_schedule_does_not_enter():
+def test_every_request_has_its_own_seed_whatever_the_schedule():
     _, slow = play(two_hops, count=8, tool=lambda q: time.sleep(0.01) or "found")
     _, fast = play(two_hops, count=8, tool=lambda q: "found", tool_workers=0)
     seeds = lambda engine: {tuple(seen.id.split("/")[:3]): seen.seed for seen in engine.seen}  # noqa: E731
     assert seeds(slow) == seeds(fast)
     assert len(set(seeds(slow).values())) == 24
+
+
+def test_the_seed_of_a_request_depends_on_seed_step_phase_and_draw():
     episode, found = loop.Rollout(Question("q", "", []), Trajectory(), 0), []
     for changes, step, phase in (
         (dict(seed=1), 1, 1),
@@ -297,7 +329,7 @@ def test_every_request_has_its_own_seed_and_the_schedule_does_not_enter():
         engine = Scripted(two_hops, **changes)
         engine.step, engine.phase = step, phase
         found.append(loop.Loop(engine, Environment(TOKENIZER, Limits(1, 1)), False)._seed(episode, 0))
-    episode.question.draw = 1  # the same question drawn once more
+    episode.question.draw = 1  # the same question, drawn again
     found.append(loop.Loop(engine, Environment(TOKENIZER, Limits(1, 1)), False)._seed(episode, 0))
     assert len(set(found)) == 5 and all(0 <= seed < 2**63 for seed in found)
 

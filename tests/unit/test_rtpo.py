@@ -15,7 +15,8 @@ from common.turns import Group, Question, Trajectory, Turn
 
 
 def siblings(outcomes, k=1, turns=3, taken=range(99)):
-    """Siblings of turn k (from 0): the turns before are shared, and later ones differ in number. taken: which turn each one took."""
+    """Return siblings of turn k (from 0), which share the earlier turns and differ in the number of later ones. taken:
+    the token of turn k of each sibling."""
     shared = [turn() for _ in range(k)]
     made = group(
         [(o, shared + [turn() for _ in range(turns - k - 1 + i)] + [answer()]) for i, o in enumerate(outcomes)]
@@ -55,16 +56,16 @@ def test_a_sibling_s_advantage_is_its_outcome_minus_the_siblings_mean(outcomes, 
 def test_siblings_that_took_the_same_turn_share_their_mean_advantage():
     assert same([of_turn(siblings([1, 0, 0, 1], taken=[5, 5, 6, 6]), 1)], [[0, 0, 0, 0]])
     assert same([of_turn(siblings([1, 0, 0], taken=[5, 5, 6]), 1)], [[0.1667, 0.1667, -0.3333]])  # 0.5, 0.5, 0 less 1/3
-    for outcomes in ([1, 0], [1, 0, 0], [1, 1, 0]):  # no rounding is left of it
+    for outcomes in ([1, 0], [1, 0, 0], [1, 1, 0]):  # exactly 0, without rounding errors
         g = siblings(outcomes, taken=[5, 5, 5])
         adv_GK, stats = train_rtpo.compute_advantages(g, train_rtpo.Args())
         assert [row[1] for row in adv_GK] == [0] * len(outcomes) and stats["signal_turn_2"] == 0
 
 
-def test_with_deviation_where_asked():
+def test_adv_std_divides_by_the_deviation_of_the_outcomes():
     assert same([of_turn(siblings([1, 0]), 1, adv_std=True)], [[0.7071, -0.7071]])
     assert same([of_turn(siblings([1, 0, 0]), 1, adv_std=True)], [[1.1547, -0.5773, -0.5773]])
-    # The mean of 1.1547 and -0.5773: the deviation is that of the outcomes, as if nothing had been merged.
+    # The mean of 1.1547 and -0.5773: equal turns do not change the deviation, which is that of the outcomes.
     assert same([of_turn(siblings([1, 0, 0], taken=[5, 5, 6]), 1, adv_std=True)], [[0.2887, 0.2887, -0.5773]])
     assert of_turn(siblings([1, 0, 0], taken=[5, 5, 5]), 1, adv_std=True) == [0, 0, 0]
 
@@ -87,7 +88,8 @@ def test_the_order_of_siblings_does_not_matter_and_equal_outcomes_give_zeros():
 
 
 def test_the_objective_of_two_siblings_by_hand():
-    """Ratios (1.3, 0.9) with advantage 0.5 and (0.7, 1.1, 1.0) with -0.5: per turn 0.525 and -0.4833, together 0.0208.  eq. (6)"""
+    """Check eq. (6): ratios (1.3, 0.9) with advantage 0.5 and (0.7, 1.1, 1.0) with -0.5 give 0.525 and -0.4833 per
+    turn, and 0.0208 together."""
     args = train_rtpo.Args(tis_cap=0.0)
     ratios = [[1.3, 0.9], [0.7, 1.1, 1.0]]
     made = [Trajectory([Turn([7], [1] * len(r), [-1.0] * len(r))], outcome=o) for r, o in zip(ratios, (1.0, 0.0))]
@@ -106,7 +108,7 @@ def test_the_objective_of_two_siblings_by_hand():
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_in_expectation_siblings_give_the_policy_gradient_of_their_turn_times_g_minus_1_over_g(count):
-    """All ways that so many siblings can choose between three turns, each as often as the policy would."""
+    """Enumerate all ways that `count` siblings can choose between three turns, weighted by the policy."""
     logits = torch.tensor([0.3, -0.2, 0.9], requires_grad=True)
     outcomes = [1.0, 0.0, 0.25]
     chances = logits.detach().softmax(0)
@@ -129,13 +131,13 @@ def test_no_token_outside_the_boundary_s_turn_is_trained():
     context = [rng.randrange(50) for _ in range(6)]
     turns = []
     for _ in range(4):
-        said = [rng.randrange(50) for _ in range(3)]
-        turns.append(Turn(list(context), said, [-1.0] * 3, observation_ids=[9, 9]))
-        context += said + [9, 9]
+        acted = [rng.randrange(50) for _ in range(3)]
+        turns.append(Turn(list(context), acted, [-1.0] * 3, observation_ids=[9, 9]))
+        context += acted + [9, 9]
     g = Group(Question("q", "?", []), [Trajectory(turns, outcome=o) for o in (1.0, 0.0)], {"turn": 2})
     batch = pack([g], [advantages(g)])
     assert batch.turn[batch.mask].tolist() == [2] * 6
-    for segment in batch.segments:  # the row is that turn's exact context, then the turn, then nothing
+    for segment in batch.segments:  # the row is that turn's exact context and the turn
         assert batch.ids[segment.start : segment.end].tolist() == turns[2].context_ids + turns[2].action_ids
 
 
@@ -143,7 +145,7 @@ def test_no_token_outside_the_boundary_s_turn_is_trained():
 
 
 class Scripted:
-    """Trunks of given lengths for each question; siblings are as long as their trunk. Notes what it was asked for."""
+    """An engine with trunks of given lengths and siblings as long as their trunk. It records its calls."""
 
     def __init__(self, lengths):
         self.lengths, self.asked, self.version = lengths, [], 0
@@ -164,7 +166,7 @@ class Scripted:
 
 
 def play(lengths, **flags):
-    """(the groups of each phase, the engine) of one step; the policy moves on between the phases."""
+    """Collect one step, with a new policy version in each phase. Returns (the groups of each phase, the engine)."""
     questions = [Question(str(i), "?", [], draw=i) for i in range(len(lengths))]
     engine = Scripted({q.id: k for q, k in zip(questions, lengths)})
     task = SimpleNamespace(take=lambda n: questions)
@@ -194,7 +196,7 @@ def test_phases_go_from_the_last_turn_to_the_first_each_with_the_policy_of_the_o
     _, engine = play([[3, 1], [2, 5]], group=64, max_turns=6)
     assert engine.asked == [
         ("trunks", 2, 2, 0),
-        ("siblings", [4], 2, 0),  # no trunk has six turns
+        ("siblings", [4], 2, 0),  # no trunk has 6 turns
         ("siblings", [3], 2, 1),
         ("siblings", [2, 2], 2, 2),
         ("siblings", [1, 1, 1], 2, 3),
@@ -242,7 +244,7 @@ def test_a_budget_that_cannot_work_is_refused_at_start_up(flags, words):
 
 
 def test_no_two_siblings_are_drawn_with_the_same_seeds():
-    """Not those of two trunks at one boundary, whose contexts are equal at the first turn, nor those of two phases, nor a trunk."""
+    """Compare trunks, siblings of two trunks at one boundary (whose first contexts are equal), and phases."""
     from common.loop import Loop, Rollout
     from common.rollout import Engine
 

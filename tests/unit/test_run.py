@@ -52,7 +52,7 @@ def test_every_line_has_every_key_and_null_where_nothing_was_measured(log, tmp_p
 
 
 def test_rollout_metrics_by_hand(log):
-    """Groups of 4: outcomes 1 0 1 0, 1 0 1 0, 0 0 0 0."""
+    """Use groups of 4 with outcomes 1 0 1 0, 1 0 1 0, 0 0 0 0."""
     made, advantages = random_groups.groups()
     for trajectory in made[0].trajectories:
         trajectory.stop = "answer"
@@ -92,7 +92,7 @@ def test_a_forked_trajectory_counts_where_it_was_sampled_and_not_as_an_episode(l
 
 
 def test_the_mean_reward_is_over_trajectories_and_not_over_groups(log):
-    """RTPO: 2 trunks that are right, and 6 siblings of the first turn that are wrong."""
+    """Use RTPO's groups: 2 right trunks, and 6 wrong siblings of the first turn."""
     trunks, siblings = random_groups.groups(count=2, size=6)[0]
     trunks.trajectories = trunks.trajectories[:2]
     for group, outcome in ((trunks, 1.0), (siblings, 0.0)):
@@ -105,21 +105,21 @@ def test_the_mean_reward_is_over_trajectories_and_not_over_groups(log):
 
 def test_a_message_after_an_invalid_turn_is_no_tool_output(log):
     made, advantages = random_groups.groups(count=1, size=2)
-    heard, refused = (t.turns[0] for t in made[0].trajectories)
-    called(heard, "ok").observation_ids = [1] * 10
+    successful, refused = (t.turns[0] for t in made[0].trajectories)
+    called(successful, "ok").observation_ids = [1] * 10
     refused.tool_status, refused.observation_ids = "invalid", [1] * 40
     log.rollouts(made, advantages)
     assert log.write(1, 1)["rollout/observation_tokens"] == 10
 
 
-def test_minibatches_without_samples_do_not_thin_the_numbers_of_the_others(log):
+def test_minibatches_without_samples_do_not_change_the_means(log):
     import torch
 
     from common.batch import pack
 
     batch = pack(*random_groups.groups())
     batch.weight = batch.mask / batch.mask.sum()
-    for part in (batch, batch.select([])):  # as for a turn whose boundaries fall into one part
+    for part in (batch, batch.select([])):  # RTPO: all boundaries of a turn may be in one minibatch
         stats = {"policy": torch.tensor(0.4), "kl_ref": torch.tensor(0.2)}
         log.losses(part, part.sampler.clone(), part.sampler.clone(), stats)
         filled = float(len(part) > 0)
@@ -129,7 +129,7 @@ def test_minibatches_without_samples_do_not_thin_the_numbers_of_the_others(log):
     assert line["optim/updates"] == 1
 
 
-def test_a_peak_that_nobody_knows_is_null(log):
+def test_a_maximum_with_an_unknown_value_is_null(log):
     for key, values in (("a", (1.0, math.nan)), ("b", (math.nan, 1.0)), ("c", (1.0, 2.0))):
         for value in values:
             log.max(f"policy/{key}", value)
@@ -137,7 +137,7 @@ def test_a_peak_that_nobody_knows_is_null(log):
     assert [line[f"policy/{key}"] for key in "abc"] == [None, None, 2.0]
 
 
-def test_what_was_not_measured_in_a_step_keeps_its_key(log):
+def test_a_metric_that_was_not_measured_in_a_step_keeps_its_key(log):
     log.mean("credit/revived", None)
     assert log.write(1, 1)["credit/revived"] is None
     log.mean("credit/revived", None)
@@ -173,27 +173,27 @@ def test_loss_metrics_are_averaged_over_tokens_and_not_over_micro_batches(log):
 
 
 @pytest.mark.parametrize("status, words", [(None, "no tool has been called"), ("error", "more than 20 %")])
-def test_three_steps_without_a_working_tool_are_warned_of(log, monkeypatch, status, words):
-    said = []
-    monkeypatch.setattr(run, "notice", said.append)
+def test_three_steps_without_a_working_tool_give_a_warning(log, monkeypatch, status, words):
+    notices = []
+    monkeypatch.setattr(run, "notice", notices.append)
     made, advantages = random_groups.groups(count=1)
     for turn in (t for trajectory in made[0].trajectories for t in trajectory.turns):
         called(turn, status)
     for step in (1, 2, 3):
-        assert not said
+        assert not notices
         log.rollouts(made, advantages)
         log.write(step, step)
-    assert len(said) == 1 and words in said[0]
+    assert len(notices) == 1 and words in notices[0]
 
 
-def test_a_run_without_a_tool_is_not_warned_of(tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr(run, "notice", said.append)
+def test_a_run_without_a_tool_gives_no_warning(tmp_path, monkeypatch):
+    notices = []
+    monkeypatch.setattr(run, "notice", notices.append)
     log = Log(train_grpo.Args(out=str(tmp_path), tools="off"))
     for step in (1, 2, 3, 4):
         log.rollouts(*random_groups.groups(count=1))
         log.write(step, step)
-    assert not said
+    assert not notices
 
 
 def test_samples_hold_each_turn_s_text_tool_call_output_advantage_and_the_outcome(log, tmp_path):
@@ -241,28 +241,39 @@ def test_the_run_directory_is_named_after_script_model_task_and_seed(monkeypatch
     assert str(run.directory(args)) == "out/train_mine-Qwen2.5-3B-hard-s4"
 
 
-def test_a_run_that_ended_before_its_first_checkpoint_may_be_started_again_and_nothing_else(tmp_path):
+def test_a_run_that_ended_before_its_first_checkpoint_can_be_started_again(tmp_path):
     folder, args = tmp_path / "run", train_grpo.Args()
     for _ in range(2):
         assert run.claim(args, folder) is None
         run.write_header(args, ROOT / "train_grpo.py", folder)
         assert not (folder / "metrics.jsonl").exists()
-        assert "another process" in run.claim(args, folder)  # free to start again, but not while it runs
+        assert "another process" in run.claim(args, folder)  # not while it runs
         run.CLAIMS.pop().close()
         (folder / "metrics.jsonl").write_text("{}")
+
+
+def test_a_run_with_a_complete_checkpoint_can_only_be_resumed(tmp_path):
+    folder, args = tmp_path / "run", train_grpo.Args()
+    assert run.claim(args, folder) is None
+    run.write_header(args, ROOT / "train_grpo.py", folder)
+    run.CLAIMS.pop().close()
+    (folder / "metrics.jsonl").write_text("{}")
     (folder / "checkpoints" / "step-0").mkdir(parents=True)
-    assert run.claim(args, folder) is None  # half of a checkpoint that was being removed
+    assert run.claim(args, folder) is None  # a half-removed checkpoint does not count
     run.CLAIMS.pop().close()
     (folder / "checkpoints" / "step-0" / "state.pt").write_text("")
-    assert "go on with it by --resume" in run.claim(args, folder)
-    other = tmp_path / "other"
+    assert "continue it with --resume" in run.claim(args, folder)
+
+
+def test_a_folder_of_other_files_is_refused(tmp_path):
+    other, args = tmp_path / "other", train_grpo.Args()
     other.mkdir()
     (other / "thesis.tex").write_text("")
     assert "nothing is overwritten" in run.claim(args, other)
     assert "cannot be written (Not a directory)" in run.claim(args, other / "thesis.tex" / "run")
 
 
-def test_what_may_change_is_kept_when_a_run_goes_on(tmp_path):
+def test_arguments_changed_on_resume_are_saved(tmp_path):
     args = train_grpo.Args(out=str(tmp_path), steps=6)
     run.write_header(args, ROOT / "train_grpo.py", tmp_path)
     (tmp_path / "checkpoints" / "step-6").mkdir(parents=True)
@@ -283,11 +294,11 @@ def test_the_newest_checkpoint_is_the_highest_whole_step(tmp_path):
 
 
 def test_lines_are_appended_whole_or_not_at_all(tmp_path, monkeypatch):
-    """The disk takes half of what is written and then nothing; after a while there is room."""
-    path, said = tmp_path / "samples.jsonl", []
+    """Fill the disk in the middle of a write, and make room after two attempts."""
+    path, notices = tmp_path / "samples.jsonl", []
     run.append(path, ["one"])
     path.write_text(path.read_text())
-    monkeypatch.setattr(run, "notice", said.append)
+    monkeypatch.setattr(run, "notice", notices.append)
     monkeypatch.setattr(ending, "STOPPING", SimpleNamespace(wait=lambda seconds: False, is_set=lambda: False))
     written, real = [], open
 
@@ -315,10 +326,10 @@ def test_lines_are_appended_whole_or_not_at_all(tmp_path, monkeypatch):
     run.append(path, ["two", "three"])
     monkeypatch.undo()
     assert path.read_text() == "one\ntwo\nthree\n" and len(written) == 3
-    assert len(said) == 1 and "No space left on device" in said[0]
+    assert len(notices) == 1 and "No space left on device" in notices[0]
 
 
-def test_a_disk_that_takes_nothing_ends_the_wait_after_patience(tmp_path, monkeypatch):
+def test_a_full_disk_ends_the_retries_after_patience(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "PATIENCE", 0.0)
     tries = []
 
@@ -329,11 +340,11 @@ def test_a_disk_that_takes_nothing_ends_the_wait_after_patience(tmp_path, monkey
     with pytest.raises(OSError, match="No space left"):
         run.retry_write("the checkpoint of step 3", full)
     monkeypatch.setattr(run, "PATIENCE", 600.0)
-    with pytest.raises(OSError, match="No such file"):  # this will not pass
+    with pytest.raises(OSError, match="No such file"):  # waiting does not help
         run.append(tmp_path / "gone" / "metrics.jsonl", ["{}"])
 
 
-def test_what_is_not_finite_is_null_and_the_line_is_valid_json(log, tmp_path):
+def test_non_finite_numbers_are_null_and_the_line_is_valid_json(log, tmp_path):
     log.mean("policy/entropy", float("nan"))
     log.max("policy/sampler_maxdiff", float("nan"))
     log.optim({"grad_norm": float("inf"), "lr": 1e-3, "skipped": 1.0, "updates": 0.0})
@@ -347,7 +358,7 @@ def test_what_is_not_finite_is_null_and_the_line_is_valid_json(log, tmp_path):
     )
 
 
-def test_a_machine_without_git_is_no_reason_to_stop(monkeypatch):
+def test_without_git_the_commit_is_null(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert run.environment()["commit"] is None
 
@@ -391,19 +402,17 @@ run.launch(main, None)
 """
 
 
-def until(what):
+def until(condition):
     end = time.monotonic() + 60
-    while not what():
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
 def ended(tmp_path, body, more="", number=None, gone=False, again=None):
-    """Run main with that body, send a signal when it is up (and another one after `again` seconds). Returns (exit code, stderr)."""
-    for each in (
-        signal.SIGINT,
-        signal.SIGHUP,
-    ):  # else the child ignores what the tests ignore: in the background, under nohup
+    """Run main with a body and send a signal when it is up (twice with `again` seconds). Returns (exit code, output)."""
+    # The child inherits ignored signals: the tests may run in the background or under nohup.
+    for each in (signal.SIGINT, signal.SIGHUP):
         signal.signal(each, signal.default_int_handler)
     reader, writer = os.pipe()
     process = subprocess.Popen(
@@ -414,7 +423,7 @@ def ended(tmp_path, body, more="", number=None, gone=False, again=None):
     )
     os.close(writer)
     until((tmp_path / "up").exists)
-    if gone:  # as when `tee` or the terminal is killed
+    if gone:  # as if `tee` or the terminal were killed
         os.close(reader)
     if number:
         process.send_signal(number)
@@ -430,21 +439,21 @@ def ended(tmp_path, body, more="", number=None, gone=False, again=None):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("gone", [False, True])
-def test_a_signal_saves_and_ends_whatever_the_main_thread_does_and_whoever_listens(tmp_path, number, gone):
-    """The main thread waits for what never comes, as in a collective whose other ranks are dead."""
+def test_a_signal_saves_and_ends_also_with_a_blocked_main_thread_and_a_closed_output(tmp_path, number, gone):
+    """Block the main thread permanently, as in a collective whose other ranks are dead."""
     code, text = ended(tmp_path, "lock = threading.Lock(); lock.acquire(); lock.acquire()", "", number, gone)
     assert code == 128 + number and (tmp_path / "saved").read_text() == "step 3"
     assert gone or text.split("\n")[1].startswith(f"{signal.Signals(number).name}: saving the last")
     assert gone or text.endswith("\nGo on with: --resume\n")
 
 
-def test_a_bar_whose_writer_died_with_its_lock_keeps_nobody_from_leaving(tmp_path):
-    """A thread that fails in the middle of a line for people, as on a broken pipe, never gives the bar's lock back."""
+def test_a_process_ends_although_the_lock_of_the_progress_bar_is_never_released(tmp_path):
+    """Hold the lock, as a thread does that died while it printed to a broken pipe."""
     body = "from tqdm import tqdm; tqdm.get_lock().acquire(); time.sleep(600)"
     assert ended(tmp_path, body, "", signal.SIGINT)[0] == 128 + signal.SIGINT and (tmp_path / "saved").exists()
 
 
-def test_an_error_saves_too_and_leaves_with_1(tmp_path):
+def test_an_error_saves_too_and_exits_with_1(tmp_path):
     code, text = ended(tmp_path, "raise ValueError('no index')")
     assert code == 1 and (tmp_path / "saved").exists()
     assert text.endswith("ValueError: no index\n\nGo on with: --resume\n") and "Traceback" in text
@@ -456,12 +465,12 @@ def test_an_exit_keeps_its_code_and_has_no_traceback(tmp_path, stop, code, said)
     assert (found, text.split()) == (code, f"{said} Go on with: --resume".split())
 
 
-def test_an_ending_that_hangs_is_left_when_asked_again(tmp_path):
+def test_a_second_signal_ends_a_save_that_hangs(tmp_path):
     code, text = ended(tmp_path, "time.sleep(600)", "time.sleep(600)", signal.SIGINT, again=6)
-    assert code == 128 + signal.SIGINT and "Once more, after 3 s" in text and "Go on with" not in text
+    assert code == 128 + signal.SIGINT and "Repeat after 3 s" in text and "Go on with" not in text
 
 
-def test_a_process_that_a_tool_forks_dies_of_its_signals_alone(tmp_path):
+def test_a_signal_to_a_process_that_a_tool_forked_ends_only_that_process(tmp_path):
     body = (
         "import multiprocessing as m; p = m.get_context('fork').Process(target=time.sleep, args=(600,)); p.start(); time.sleep(0.3);"
         " p.terminate(); p.join(30); (folder / 'child').write_text(str(p.exitcode)); time.sleep(1.5); raise SystemExit(5)"
@@ -469,8 +478,8 @@ def test_a_process_that_a_tool_forks_dies_of_its_signals_alone(tmp_path):
     assert ended(tmp_path, body)[0] == 5 and (tmp_path / "child").read_text() == str(-signal.SIGTERM)
 
 
-def test_a_rank_whose_torchrun_is_gone_saves_in_peace_and_ends(tmp_path):
-    """The parent starts a rank and dies; saving takes longer than several looks at who the parent is."""
+def test_a_rank_whose_torchrun_is_gone_saves_completely_and_ends(tmp_path):
+    """Kill the parent of a rank whose save takes longer than several checks of the parent."""
     child = ENDING.format(
         folder=str(tmp_path), body="time.sleep(600)", more="time.sleep(5); (folder / 'whole').touch()"
     )

@@ -1,17 +1,17 @@
-"""Exact match and F1 of answers to questions that are answered in words."""
+"""Exact match and F1 of answers in words."""
 
 import pytest
 
 from tasks import scores
 
-SAME = [  # answer, golds of which it is one in normal form
+SAME = [  # (answer, golds), one of which it equals in normal form
     ("the Beatles", ["Beatles"]),
     ("A Beatles", ["The Beatles"]),
     ("Theodore the Great", ["Theodore Great"]),
     ("ZÜRICH", ["Zürich"]),
     ("Zürich", ["Zurich", "Zürich"]),
     ("東京", ["東京"]),
-    ("Bo\u00a0Hale", ["Bo Hale"]),  # a space that does not break a line
+    ("Bo\u00a0Hale", ["Bo Hale"]),  # a non-breaking space
     ("\n Bo\tHale \n", ["Bo Hale"]),
     ("U.S.", ["US"]),
     ("AC/DC", ["ACDC"]),
@@ -21,10 +21,10 @@ SAME = [  # answer, golds of which it is one in normal form
     ("$5", ["5"]),
     ("5%", ["5"]),
     ("no.", ["no"]),
-    ("1.5", ["15"]),  # the normal form knows no decimal points
+    ("1.5", ["15"]),  # the normal form drops decimal points
 ]
 OTHER = [
-    ("theatre", ["atre"]),  # only a whole word is an article
+    ("theatre", ["atre"]),  # an article is a whole word
     ("Zürich", ["Zurich"]),
     ("Jean-Luc", ["Jean Luc"]),
     ("five", ["5"]),
@@ -33,7 +33,7 @@ OTHER = [
     ("Bo", ["Bo Hale"]),
     ("yes", ["no"]),
     ("Bo Hale", []),
-    ("?", ["!"]),  # nothing is left of either
+    ("?", ["!"]),  # both are empty in normal form
     ("the", ["The Who", "the"]),
     ("", [""]),
     (None, ["None"]),
@@ -53,10 +53,10 @@ def test_another_word_another_order_or_nothing_is_no_match(answer, golds):
 @pytest.mark.parametrize(
     "answer, golds, expected",
     [
-        ("Bo Hale Bo Hale", ["Bo Hale"], 2 / 3),  # a word counts as often as the gold has it
+        ("Bo Hale Bo Hale", ["Bo Hale"], 2 / 3),  # a word counts at most as often as in the gold
         ("Hale Bo", ["Bo Hale"], 1.0),  # in any order
         ("the Bo", ["Bo Hale"], 2 / 3),
-        ("1972", ["14 December 1972", "1972"], 1.0),  # the best of the golds
+        ("1972", ["14 December 1972", "1972"], 1.0),  # the best gold
         ("December 1972", ["14 December 1972", "1972"], 0.8),
         ("Anna", ["Bo Hale"], 0.0),
         ("", ["Bo Hale"], 0.0),

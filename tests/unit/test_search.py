@@ -1,4 +1,4 @@
-"""Corpora: what is taken, and what is refused with its file and line."""
+"""Corpora: accepted documents, and refusals that name file and line."""
 
 import json
 
@@ -14,10 +14,10 @@ def write(path, *lines):
     return path
 
 
-def test_what_a_corpus_may_hold(tmp_path):
+def test_a_corpus_may_have_blank_lines_other_types_and_extra_keys(tmp_path):
     path = write(
         tmp_path / "c.jsonl",
-        b"\xef\xbb\xbf" + json.dumps(ADA).encode() + b"\r",  # as editors of other systems write it
+        b"\xef\xbb\xbf" + json.dumps(ADA).encode() + b"\r",  # as Windows editors write it
         b"  ",
         {"id": 2, "title": None, "text": "\u2028 é", "more": []},
         {"id": "3", "title": 1984, "text": ""},
@@ -55,7 +55,7 @@ def test_a_bad_document_is_named_with_its_line(tmp_path, line, words):
     assert type(refused.value) is ValueError
 
 
-def test_a_folder_or_nothing_is_an_os_error(tmp_path):
+def test_a_folder_or_a_missing_file_is_an_os_error(tmp_path):
     for path in (tmp_path, tmp_path / "missing.jsonl"):
         with pytest.raises(OSError):
             Search(path, 1)

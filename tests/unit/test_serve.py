@@ -1,4 +1,4 @@
-"""The retrieval server: Search-R1's protocol over BM25 and embeddings, from documents that stay on disk."""
+"""The retrieval server: Search-R1's protocol over BM25 and embeddings, with documents that stay on disk."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def local(corpus):
 
 
 def serving(index, args):
-    """The application in a thread -> (address without path, stop)."""
+    """Run the application in a thread. Returns (address without path, stop)."""
     import uvicorn
 
     place = serve.listen(args)
@@ -59,7 +59,7 @@ def serving(index, args):
 
 
 def wait(address):
-    """Until a server answers: /health, as JSON."""
+    """Wait until a server answers. Returns the JSON of /health."""
     end = time.monotonic() + 120
     while True:
         try:
@@ -82,7 +82,7 @@ def post(address, **body):
 
 
 def start(*words, **more):
-    """The command, with its port -> (process, address)."""
+    """Start the command with a free port. Returns (process, address)."""
     port, env = free_port(), os.environ | {"OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-m", "tools.serve", "--port", str(port), *words]
     return subprocess.Popen(words, cwd=ROOT, env=env, **more), f"http://127.0.0.1:{port}"
@@ -92,7 +92,7 @@ def start(*words, **more):
 
 
 @pytest.mark.parametrize("count", [1, 16, 256])
-def test_a_client_of_search_r1_gets_what_search_finds(server, local, count):
+def test_a_client_of_search_r1_gets_the_results_of_search(server, local, count):
     rng = random.Random(count)
     queries = [f"{rng.choice(WORDS)} {rng.choice(['Ada', 'number', 'title', 'zzz'])}" for _ in range(count)]
     body = post(server, queries=queries, topk=3, return_scores=True).json()
@@ -106,7 +106,7 @@ def test_a_client_of_search_r1_gets_what_search_finds(server, local, count):
     assert plain == [[item["document"] for item in items] for items in body["result"]]
 
 
-def test_topk_is_of_the_request_or_of_the_server_and_never_more_than_there_is(server):
+def test_topk_comes_from_the_request_or_the_server_and_is_limited_by_the_documents(server):
     for asked, count in (({"topk": 1}, 1), ({"topk": 2}, 2), ({}, 3), ({"topk": None}, 3), ({"topk": 10**6}, 64)):
         assert len(post(server, queries=["number"], **asked).json()["result"][0]) == count
     assert post(server, queries=[]).json() == {"result": []}
@@ -128,12 +128,12 @@ def test_64_threads_get_their_own_answers(server):
     assert ask(Retriever(server, 1, 30), WORDS * 4) == [number(i) for i in range(64)] * 4
 
 
-def test_health_says_what_is_served(server):
+def test_health_describes_the_index(server):
     assert wait(server) == {"status": "ok", "documents": len(DOCUMENTS) + 1, "kind": "bm25"}
 
 
 def test_health_answers_while_64_requests_wait_for_the_index():
-    """More requests than the server has threads, which are 40."""
+    """Send more requests than the server's 40 threads."""
 
     class Slow:
         documents, done = DOCUMENTS, threading.Event()
@@ -169,19 +169,19 @@ def test_health_answers_while_64_requests_wait_for_the_index():
         (b'{"queries": ["Ada"], "return_scores": 7}', "return_scores: .*boolean"),
     ],
 )
-def test_a_bad_request_is_told_what_is_wrong_with_it(server, body, words):
+def test_a_bad_request_gets_an_explanation(server, body, words):
     answer = requests.post(f"{server}/retrieve", data=body, headers={"Content-Type": "application/json"}, timeout=30)
     assert answer.status_code == 422
-    said = answer.json()["detail"]
-    assert said.endswith('Expected is {"queries": ["..."], "topk": 3, "return_scores": true}.') and "\n" not in said
-    assert re.match(words, said), said
+    detail = answer.json()["detail"]
+    assert detail.endswith('Expected: {"queries": ["..."], "topk": 3, "return_scores": true}.') and "\n" not in detail
+    assert re.match(words, detail), detail
     assert requests.get(f"{server}/retrieve", timeout=30).status_code == 405
     assert requests.post(f"{server}/other", json={}, timeout=30).status_code == 404
 
 
 def test_numba_finds_the_same_scores(corpus, local):
     other = Search(corpus, 3, backend="numba")
-    queries = ["It is not", *WORDS[:8], "Ada", "number", "", "zzz"]  # the first has no word that the index takes
+    queries = ["It is not", *WORDS[:8], "Ada", "number", "", "zzz"]  # the first has stop words only
     for one, two in zip(local.find_all(queries, 3), other.find_all(queries, 3), strict=True):
         assert [score for _, score in one] == pytest.approx([score for _, score in two], rel=1e-6)
     for first in ("It is not", "", "zzz"):
@@ -194,12 +194,12 @@ def test_numba_finds_the_same_scores(corpus, local):
 # ---- documents
 
 
-def test_a_corpus_on_disk_holds_what_one_in_memory_does(tmp_path, monkeypatch):
+def test_a_corpus_on_disk_equals_one_in_memory(tmp_path, monkeypatch):
     monkeypatch.setenv("TURNWISE_CACHE", str(tmp_path / "cache"))
     path = write(tmp_path / "c.jsonl", [*DOCUMENTS, HALF])
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n  \n", 3).rstrip(b"\n"))
     memory = read_corpus(path)
-    for _ in range(2):  # the second time from what was noted
+    for _ in range(2):  # the second time from the cache
         disk = serve.Corpus(path)
         assert len(disk) == len(memory) == 69 and list(disk) == memory and disk[68] == memory[-1]
         assert Search(disk, 1).fingerprint == Search(memory, 1).fingerprint
@@ -208,7 +208,7 @@ def test_a_corpus_on_disk_holds_what_one_in_memory_does(tmp_path, monkeypatch):
     assert len(list((tmp_path / "cache" / "corpora").glob("*/starts.npy"))) == 1
 
 
-def test_a_changed_file_is_read_anew(tmp_path, monkeypatch):
+def test_a_changed_file_is_read_again(tmp_path, monkeypatch):
     monkeypatch.setenv("TURNWISE_CACHE", str(tmp_path / "cache"))
     path = write(tmp_path / "c.jsonl", DOCUMENTS[4:6])
     size, first = path.stat().st_size, serve.Corpus(path).fingerprint
@@ -235,22 +235,22 @@ def test_the_corpus_of_search_r1_is_read(tmp_path):
             read_corpus(write(tmp_path / "c.jsonl", [lines[0], bad]))
 
 
-# ---- what cannot be served
+# ---- refusals
 
 
 @pytest.mark.parametrize(
     "words, said",
     [
-        ("--corpus missing.jsonl", r"--corpus missing.jsonl: no such file\. It has"),
+        ("--corpus missing.jsonl", r"--corpus missing.jsonl: no such file\. A corpus has"),
         ("--corpus {bad}", r"bad.jsonl, line 1: not a document"),
         ("--corpus {empty}", "empty.jsonl: the corpus is empty"),
-        ("--corpus {good} --topk 0", "--topk 0: at least one"),
-        ("--corpus {good} --workers 0", "--workers 0: at least one"),
-        ("--corpus {good} --index x.index", "--index: for --dense only"),
-        ("--corpus {good} --host nowhere.invalid", "--host nowhere.invalid --port 8000: .* --port takes another"),
+        ("--corpus {good} --topk 0", "--topk 0: must be at least 1"),
+        ("--corpus {good} --workers 0", "--workers 0: must be at least 1"),
+        ("--corpus {good} --index x.index", "--index: only with --dense"),
+        ("--corpus {good} --host nowhere.invalid", "--host nowhere.invalid --port 8000: .* Choose another port"),
     ],
 )
-def test_what_cannot_be_served_is_one_sentence(tmp_path, corpus, words, said):
+def test_bad_arguments_are_refused_in_one_line(tmp_path, corpus, words, said):
     (tmp_path / "bad.jsonl").write_text('{"id": "1"}\n')
     (tmp_path / "empty.jsonl").write_text("\n")
     port = [] if "8000" in said else ["--port", str(free_port())]
@@ -260,9 +260,9 @@ def test_what_cannot_be_served_is_one_sentence(tmp_path, corpus, words, said):
     assert "\n" not in str(stopped.value)
 
 
-def test_a_port_in_use_is_said_before_anything_is_read(server, tmp_path):
+def test_a_port_in_use_is_reported_before_the_corpus_is_read(server, tmp_path):
     (tmp_path / "bad.jsonl").write_text("no document")
-    with pytest.raises(SystemExit, match="Address already in use. --port takes another one"):
+    with pytest.raises(SystemExit, match="Address already in use. Choose another port"):
         serve.main(["--corpus", str(tmp_path / "bad.jsonl"), "--port", server.rpartition(":")[2]])
 
 
@@ -316,12 +316,12 @@ def test_workers_answer_as_soon_as_serving_is_printed(corpus):
         assert requests.get(f"{address}/health", timeout=10).json()["documents"] == len(DOCUMENTS) + 1
     finally:
         process.terminate()
-        said, _ = process.communicate()
-    assert said == ""  # it was said once
+        rest, _ = process.communicate()
+    assert rest == ""  # the line is printed once
 
 
 def until_free(port):
-    """Until nobody listens at a port: a worker whose parent was killed takes a moment."""
+    """Wait until a port is free: a worker whose parent was killed takes a moment to end."""
     end = time.monotonic() + 30
     while True:
         try:
@@ -330,7 +330,7 @@ def until_free(port):
             return
         except requests.ReadTimeout:
             pass
-        assert time.monotonic() < end, "somebody still listens"
+        assert time.monotonic() < end, "a process still listens"
         time.sleep(0.2)
 
 
@@ -338,7 +338,7 @@ def until_free(port):
 
 
 def bert(folder, seed=0):
-    """A random BERT of 2 layers with a tokenizer of whole words -> its folder."""
+    """Save a random BERT of 2 layers with a tokenizer of whole words. Returns its folder."""
     import torch
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
@@ -366,7 +366,7 @@ def pre_words(text):
 
 @pytest.fixture
 def dense(tmp_path, monkeypatch):
-    """open(name, **args): a Dense over DOCUMENTS with a random model in a folder of that name."""
+    """Return a function that opens a Dense index of DOCUMENTS with a random model in a folder of a given name."""
     pytest.importorskip("faiss")
     monkeypatch.setenv("TURNWISE_CACHE", str(tmp_path / "cache"))
     path = write(tmp_path / "c.jsonl", DOCUMENTS)
@@ -379,7 +379,7 @@ def dense(tmp_path, monkeypatch):
 
 
 def alone(index, text):
-    """The embedding of one text by itself, by hand."""
+    """Compute the embedding of one text by itself with plain code."""
     import torch
 
     ids = index.tokenizer(text, truncation=True, max_length=32, return_tensors="pt")
@@ -422,13 +422,13 @@ def test_embeddings_are_made_once_for_a_corpus_and_a_model(dense, tmp_path):
     made = files()
     assert len(made) == 1
     dense("again")
-    assert files() == made  # the same weights in another folder
+    assert files() == made  # the weights are the same, the folder is not
     dense("other", seed=1)
     dense("again", prefixes="e5")
     assert len(files()) == 3 and made.items() < files().items()
 
 
-def test_an_index_that_was_made_elsewhere_is_taken_when_it_fits(dense, tmp_path):
+def test_a_given_index_is_used_when_it_fits(dense, tmp_path):
     import faiss
 
     own = dense()
@@ -448,17 +448,17 @@ def test_an_index_that_was_made_elsewhere_is_taken_when_it_fits(dense, tmp_path)
         dense(index=str(tmp_path / "missing"))
 
 
-def test_a_model_that_is_none_is_refused(dense, tmp_path, corpus):
-    with pytest.raises(SystemExit, match="--dense .*: no model of transformers could be loaded") as stopped:
+def test_a_folder_without_a_model_is_refused(dense, tmp_path, corpus):
+    with pytest.raises(SystemExit, match="--dense .*: transformers could not load a model") as stopped:
         serve.open_index(serve.Args(str(corpus), dense=str(tmp_path)))
     assert "\n" not in str(stopped.value)
 
 
 def test_only_workers_divide_the_threads_among_them(corpus, monkeypatch):
-    """The parent embeds the corpus, with all there are (0), before it starts 4 workers of 2 each."""
+    """Embed the corpus in the parent with all threads (0), then start 4 workers with 2 threads each."""
     args, taken = serve.Args(str(corpus), dense="small", workers=4), []
     monkeypatch.setattr(serve, "Dense", lambda *given: taken.append(given[-1]) or Search(DOCUMENTS, 1))
-    monkeypatch.setattr(serve, "threading", Mock())  # a worker watches its parent
+    monkeypatch.setattr(serve, "threading", Mock())  # no thread that watches the parent
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setenv(serve.SETTINGS, json.dumps(asdict(args)))
     serve.ready(args)

@@ -1,4 +1,4 @@
-"""What is shown of a run: trajectories in the terminal, and the HTML page."""
+"""Views of a run: trajectories in the terminal, and the HTML page."""
 
 import json
 import random
@@ -22,7 +22,7 @@ NASTY = "</script><script>document.title = 'taken'</script><img src=x onerror=\"
 
 
 def line(step=1, kind="train", question="q", number=0, outcome=0.0, f1=0.0, advantages=(1.0,), outputs=(), text="said"):
-    """A line of random_groups.jsonl with one turn for each advantage; the first turns call a tool and get `outputs`."""
+    """Return a line of samples.jsonl with a turn for each advantage. The first turns call a tool and get `outputs`."""
     turns = [Turn([], [1, 2], [], text=text) for _ in advantages]
     for turn, output in zip(turns, outputs):
         turn.tool, turn.tool_input, turn.tool_output, turn.tool_status = "search", "asked", output, "ok"
@@ -32,7 +32,7 @@ def line(step=1, kind="train", question="q", number=0, outcome=0.0, f1=0.0, adva
 
 @pytest.fixture
 def folder(tmp_path):
-    """A function that writes a run directory of some lines of samples and of metrics, and returns it."""
+    """Return a function that writes lines of samples and of metrics to a run directory and returns the directory."""
 
     def write(items, metrics=()):
         for name, objects in ("samples.jsonl", items), ("metrics.jsonl", metrics):
@@ -78,8 +78,8 @@ def test_worst_is_by_outcome_then_f1_then_advantage_and_best_is_the_reverse():
 def test_a_near_miss_is_wrong_with_a_gold_in_a_tool_output_and_nowhere_else():
     items = [
         line(number=0, outputs=["It is in den HA-GUE!"]),  # in normal form
-        line(number=1, outputs=["Amsterdam"], text="It is The Hague"),  # only what the model itself said
-        line(number=2, outputs=["The Hague"], outcome=1.0),  # right in the end
+        line(number=1, outputs=["Amsterdam"], text="It is The Hague"),  # only in the model's text
+        line(number=2, outputs=["The Hague"], outcome=1.0),  # the answer is right
         line(number=3, advantages=[0.0, 0.0], outputs=["nothing", "The Hague."]),
     ]
     assert numbers("near_miss", items) == [0, 3]
@@ -87,16 +87,16 @@ def test_a_near_miss_is_wrong_with_a_gold_in_a_tool_output_and_nowhere_else():
     refused["turns"][0]["tool_status"] = "invalid"
     around = line(outputs=["Doc 1 (Title: Ada) A town."]) | {"golds": ["1"]}
     assert not show.near_miss(refused) and not show.near_miss(around)
-    empty = line(outputs=["a b c"]) | {"golds": ["the"]}  # nothing is left of it in normal form
+    empty = line(outputs=["a b c"]) | {"golds": ["the"]}  # empty in normal form
     assert not show.near_miss(empty)
 
 
-def test_one_step_and_kind_is_read_in_groups_as_they_were_compared(folder):
+def test_samples_of_a_step_and_kind_are_read_in_their_groups(folder):
     at = folder(
         [
             *(line(0, "eval", f"q{i}") for i in range(3)),
             *(line(1, "train", "q0", g) for g in (0, 1)),
-            *(line(1, "train", "q0", g, advantages=[0.0, None]) for g in (0, 1)),  # the question was drawn twice
+            *(line(1, "train", "q0", g, advantages=[0.0, None]) for g in (0, 1)),  # the same question, drawn again
             line(1, "train", "q1", advantages=[[0.0, 0.1]]),
         ]
     )
@@ -113,7 +113,7 @@ def test_one_step_and_kind_is_read_in_groups_as_they_were_compared(folder):
 # ---- in the terminal
 
 
-def test_the_last_step_of_training_unless_asked_otherwise(folder, capsys):
+def test_the_last_training_step_is_shown_unless_flags_choose_another(folder, capsys):
     at = folder([line(0, "eval"), line(1), line(2, question="second"), line(2, question="third"), line(2, "eval")])
     assert "step 2, train: 2 of 2" in printed(capsys, at)
     assert "question: second" in printed(capsys, at, "--count", 1) and "third" not in printed(capsys, at, "--count", 1)
@@ -122,7 +122,7 @@ def test_the_last_step_of_training_unless_asked_otherwise(folder, capsys):
     assert "step 2, train: worst, 1 of 2" in printed(capsys, at, "--worst", "--count", 1)
 
 
-def test_kinds_are_whatever_the_file_has(folder, capsys):
+def test_kinds_come_from_the_file(folder, capsys):
     at = folder([line(0, "base greedy"), line(0, "adapter greedy")])
     assert "base greedy: 1 of 1" in printed(capsys, at)
     assert "adapter greedy: 1 of 1" in printed(capsys, at, "--kind", "adapter greedy")
@@ -137,7 +137,7 @@ def test_advantages_per_turn_per_token_and_none(folder, capsys):
     ]
 
 
-def test_bars_stand_between_the_tokens_that_were_sampled():
+def test_bars_separate_the_sampled_tokens():
     class Letters:
         def encode(self, text, add_special_tokens):
             return list(text)
@@ -146,10 +146,10 @@ def test_bars_stand_between_the_tokens_that_were_sampled():
             return "".join(ids)
 
     assert "    a|b\n" in show.describe(line(text="ab"), Letters())
-    assert "    abc\n" in show.describe(line(text="abc"), Letters())  # two tokens were sampled, so these are others
+    assert "    abc\n" in show.describe(line(text="abc"), Letters())  # two tokens were sampled: the split is unknown
 
 
-def test_colour_says_sign_and_strength():
+def test_colour_shows_sign_and_size():
     weak, middle, strong = (show.colour_of(a) for a in (0.1, 0.5, 2.0))
     assert len({weak, middle, strong}) == 3 and all(show.GREEN in code for code in (weak, middle, strong))
     assert show.RED in show.colour_of([-1.0, 0.5]) and show.colour_of(None) == show.GREY and show.colour_of(0.0) == ""
@@ -169,12 +169,12 @@ def test_colour_and_wrapping_only_on_a_terminal(folder, capsys, monkeypatch):
     assert "\x1b" not in text and "word " * 20 not in text and text.count("word") == 100
 
 
-def test_what_a_model_wrote_is_text_and_commands_no_terminal(folder, capsys):
+def test_text_of_a_model_cannot_control_the_terminal(folder, capsys):
     text = printed(capsys, folder([line(text=NASTY + "\x1b[2J\x07 Zürich 東京")]))
     assert NASTY in text and r"\x1b[2J\x07 Zürich 東京" in text and "\x1b" not in text
 
 
-def test_a_cut_last_line_is_no_reason_to_stop(folder, capsys):
+def test_a_cut_last_line_is_ignored(folder, capsys):
     at = folder([line(1), line(2)])
     with open(at / "samples.jsonl", "ab") as file:
         file.write(json.dumps(line(3, question="東京"), ensure_ascii=False).encode()[:-200])
@@ -182,7 +182,7 @@ def test_a_cut_last_line_is_no_reason_to_stop(folder, capsys):
     report.write(at, at / "report.html")
 
 
-def test_a_bad_line_before_the_end_is_left_out_and_said(folder, capsys):
+def test_a_bad_line_before_the_end_is_left_out_and_reported(folder, capsys):
     at = folder([line(1)])
     with open(at / "samples.jsonl", "a") as file:
         file.write('{"step": 2, "ki\n' + json.dumps(line(3)) + "\n")
@@ -191,7 +191,7 @@ def test_a_bad_line_before_the_end_is_left_out_and_said(folder, capsys):
     assert "step 3" in out and "line 2: not JSON" in err
 
 
-def test_errors_are_one_line_and_say_what_there_is(folder, tmp_path):
+def test_errors_are_one_line_and_list_the_choices(folder, tmp_path):
     at = folder([line(s) for s in (1, 2, 3)] + [line(s, "eval") for s in (0, 5, 20)])
     assert "not a run directory" in refused("show", tmp_path / "nowhere")
     assert "there are steps 1 to 3." in refused("show", at, "--step", 7)
@@ -216,7 +216,7 @@ def test_looking_at_a_run_needs_neither_torch_nor_vllm(folder):
 
 
 def page_of(at):
-    """The page of a run directory, and the data in it."""
+    """Write the page of a run directory. Returns (page, its data)."""
     report.write(at, at / "report.html")
     page = (at / "report.html").read_text()
     return page, json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)[1])
@@ -245,7 +245,7 @@ def test_every_metric_that_was_measured_is_a_curve_without_its_nulls(folder):
         ("credit", [("credit/mine", [[0, 0.0], [1, 1.0], [2, 2.0]])]),
     ]
     assert data["table"] == [["exact match", 0.5, 0.5, 0]]
-    assert "SQuAD" in data["curves"][0][1][0]["meaning"]  # of view/metrics.py
+    assert "SQuAD" in data["curves"][0][1][0]["meaning"]  # from view/metrics.py
 
 
 def test_long_curves_are_thinned_by_means():
@@ -291,7 +291,7 @@ def test_settings_that_differ_from_the_script_s_defaults(folder):
 
 @pytest.fixture(scope="module")
 def long_run(tmp_path_factory):
-    """200 steps of 16 questions x 8 samples of 4 turns, with the lengths of a search task."""
+    """Write a run of 200 steps of 16 questions x 8 samples of 4 turns, with the lengths of a search task."""
     at, rng = tmp_path_factory.mktemp("long"), random.Random(0)
     words = [f"{w} " for w in 'who taught the mayor of Zürich search <answer> 1985 company "river" born in'.split()]
     texts = ["".join(rng.choices(words, k=25)) for _ in range(50)]
@@ -324,26 +324,27 @@ def test_the_page_of_a_long_run_stays_below_5_mb_and_shows_every_step(long_run):
     assert all(b["size"] == 128 and len(b["items"][0]["samples"]) == 8 for b in data["blocks"])
 
 
-def test_what_is_not_finite_is_null_on_the_page(folder):
-    """JSON knows no NaN: the browser would show nothing at all."""
+def test_non_finite_numbers_are_null_on_the_page(folder):
+    """Check for NaN and Infinity, which JSON does not have: the browser would show an empty page."""
     at = folder([line(advantages=(float("nan"), 1.0))], [dict.fromkeys(METRICS) | {"step": 1}])
     report.write(at, at / "page.html")
     data = (at / "page.html").read_text().split('type="application/json">')[1].split("</script>")[0]
     assert "NaN" not in data and "Infinity" not in data
 
 
-def test_nothing_of_the_page_comes_from_elsewhere_and_no_text_becomes_markup(folder):
+def test_the_page_loads_nothing_and_no_text_becomes_markup(folder):
     at = folder([line(text=NASTY, outputs=[NASTY], question=NASTY) | {"answer": NASTY}])
     page, data = page_of(at)
     assert page.count("<script") == page.count("</script>") == 2 and "<img" not in page
     assert data["blocks"][0]["items"][0]["samples"][0]["turns"][0]["text"] == NASTY
-    around = page.replace(report.encode(data), "").replace("http://www.w3.org/2000/svg", "")  # a name, not an address
+    # The address of SVG is a name: the browser does not load it.
+    around = page.replace(report.encode(data), "").replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"https?://|src=|href=|@import|url\(", around)
     assert "default-src 'none'" in page
 
 
 def dom(page, at, fragment=""):
-    """The DOM of a page after its script has run, in a real browser that has no network."""
+    """Return the DOM of a page after its script has run in a real browser without network."""
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
     command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
     command += ["--proxy-server=127.0.0.1:9", f"--user-data-dir={at / 'browser'}", "--enable-logging=stderr"]
@@ -351,12 +352,12 @@ def dom(page, at, fragment=""):
         [*command, "--dump-dom", f"file://{page}{fragment}"], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "CONSOLE" not in done.stderr, done.stderr  # errors of the script, and what the page's policy refused
+    assert "CONSOLE" not in done.stderr, done.stderr  # errors of the script, and violations of the page's policy
     return done.stdout.partition('<script id="data"')[0] + done.stdout.rpartition("</script>")[2]
 
 
 @pytest.mark.skipif(not BROWSER, reason="needs chromium or google-chrome")
-def test_in_a_browser(folder):
+def test_the_page_in_a_browser(folder):
     made, advantages = random_groups.groups()
     items = [
         sample(1, "train", g.question, i, t, a)
@@ -383,7 +384,7 @@ def test_in_a_browser(folder):
 
 @pytest.mark.skipif(not BROWSER, reason="needs chromium or google-chrome")
 @pytest.mark.parametrize("case", ["only step 0", "no samples", "no metrics"])
-def test_in_a_browser_when_there_is_little_to_show(folder, case):
+def test_the_page_of_a_small_run_in_a_browser(folder, case):
     measured = metrics([0], eval__em=lambda s: 0.25)
     at = folder(
         [line(0, "eval", advantages=[None])] if case != "no samples" else (), measured if case != "no metrics" else ()

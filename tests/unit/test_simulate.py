@@ -1,4 +1,4 @@
-"""A search engine played by a language model: what is asked of it, how often for noise, and what becomes of its faults."""
+"""A search engine played by a language model: its requests, its share of noise, and its faults."""
 
 import json
 import threading
@@ -18,7 +18,7 @@ QUESTION = Question("q", "Who wrote the novel?", ["Ada Cole", "A. Cole"])
 
 
 class Model(ThreadingHTTPServer):
-    """A server of the OpenAI kind. Its documents name the query and the request's seed; `fail` and `text` change what it answers."""
+    """An OpenAI-compatible server whose documents name the query and the seed. `fail` and `text` change its answers."""
 
     request_queue_size = 128
 
@@ -39,7 +39,7 @@ class Model(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, request, client_address):
-        pass  # a client that has gone
+        pass  # the client has disconnected
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -113,16 +113,16 @@ def test_as_many_answers_are_noisy_as_the_curriculum_says(model, step, share):
     assert abs(noisy - 4000 * share) <= 4 * (4000 * share * (1 - share)) ** 0.5  # four deviations
 
 
-def test_noise_is_a_matter_of_seed_query_and_step_in_every_process(model):
+def test_noise_depends_on_seed_query_and_step_and_on_no_process(model):
     one, same, other = engine(model, steps=10), engine(model, steps=10), engine(model, steps=10, seed=1)
     draws = [(f"query {i}", step) for i in range(100) for step in (8, 9)]
     noisy = [one.noisy(*draw) for draw in draws]
     assert noisy == [same.noisy(*draw) for draw in draws] != [other.noisy(*draw) for draw in draws]
     assert noisy[::2] != noisy[1::2]
-    assert number("noise", 0, 3, "Ada") == 3189870860858634487  # of no hash that differs between processes
+    assert number("noise", 0, 3, "Ada") == 3189870860858634487  # Python's hash() would differ between processes
 
 
-def test_useful_or_noisy_documents_are_asked_for_accordingly(model):
+def test_the_prompt_asks_for_useful_or_noisy_documents(model):
     simulator = engine(model, steps=4)
     simulator.begin(4)
     for i in range(40):
@@ -155,7 +155,7 @@ def test_the_same_query_is_the_same_request_for_a_step_and_another_in_the_next(m
     )
 
 
-def test_no_more_documents_than_topk_and_nothing_for_nothing(model):
+def test_an_answer_has_at_most_topk_documents_and_an_empty_query_none(model):
     simulator = engine(model, topk=1)
     assert simulator("Ada").count("\n") == 0
     model.asked.clear()
@@ -169,7 +169,7 @@ def test_a_question_behind_the_query_shapes_the_documents(model):
         simulator.begin(step)
         for i in range(20):
             query, noisy = f"novel {i}", simulator.noisy(f"novel {i}", step)
-            assert "Cole" not in simulator(query, question=QUESTION)  # the policy sees documents only
+            assert "Cole" not in simulator(query, question=QUESTION)  # the policy must not see the gold
             assert QUESTION.text in prompt(model) and "Ada Cole / A. Cole" in prompt(model)
             assert (simulate.MAY in prompt(model), simulate.MAY_NOT in prompt(model)) == (not noisy, noisy)
 
@@ -188,13 +188,13 @@ def test_a_question_behind_the_query_shapes_the_documents(model):
         ("Doc 1 (Title: Ada is tall", [("", "(Title: Ada is tall")]),
         ("I cannot do that.", []),
         ("<think>Doc 1 (Title: Ada) is tall", []),
-        ("<think>\nDoc 1 (Title: Ada) is tall", []),  # a thought that was cut off
+        ("<think>\nDoc 1 (Title: Ada) is tall", []),  # thinking that was cut off
         ("<think>a</think>\n<think>\nDoc 1 (Title: Ada) is tall", []),
         ("a\n</think>\nDoc 1 (Title: Ada) is tall", [("Ada", "is tall")]),
         ("", []),
     ],
 )
-def test_what_a_model_writes_is_read_as_documents(text, documents):
+def test_completions_are_read_as_documents(text, documents):
     assert [(d["title"], d["text"]) for d in written(text)] == documents
 
 
@@ -218,7 +218,7 @@ def test_a_line_that_was_cut_off_is_no_document(model, text, documents):
             simulator("Ada")
 
 
-def test_calls_of_many_threads_are_under_way_together(model):
+def test_calls_of_many_threads_run_concurrently(model):
     simulator, model.delay = engine(model), 0.2
     words = [f"word{i}" for i in range(32)]
     with ThreadPoolExecutor(16) as pool:
@@ -227,7 +227,7 @@ def test_calls_of_many_threads_are_under_way_together(model):
     assert model.most > 8
 
 
-def test_a_key_of_the_environment_is_sent(model, monkeypatch):
+def test_the_key_in_the_environment_is_sent(model, monkeypatch):
     monkeypatch.delenv(simulate.KEY, raising=False)
     engine(model)("Ada")
     assert "Authorization" not in model.headers[-1]
@@ -258,22 +258,22 @@ def test_the_model_is_the_one_named_or_the_only_one(model):
 @pytest.mark.parametrize(
     "models, end, text, said",
     [
-        (("a", "b"), "", "Doc 1 x", r"/v1/models lists 2 models: a, b\. Name one behind a #"),
-        ((), "", "Doc 1 x", r"/v1/models lists 0 models\. Name one behind a #"),
-        (("a",), "#b", "Doc 1 x", r"got HTTP 404: .*no model b.* knows its models by name: llm:http"),
-        (("a",), "#a", "I cannot.", r"no documents but: I cannot\.\. Wanted are lines such as 'Doc 1"),
-        (("a",), "#a", None, r"no documents but: \(nothing\)\. Wanted are lines"),
-        (("a",), "#a", 7, r"got an answer of the wrong shape: .* Expected is {\"choices\""),
+        (("a", "b"), "", "Doc 1 x", r"/v1/models lists 2 models: a, b\. Name one after the address"),
+        ((), "", "Doc 1 x", r"/v1/models lists 0 models\. Name one after the address"),
+        (("a",), "#b", "Doc 1 x", r"got HTTP 404: .*no model b.* a model of that name: llm:http"),
+        (("a",), "#a", "I cannot.", r"no documents but: I cannot\.\. Expected: lines such as 'Doc 1"),
+        (("a",), "#a", None, r"no documents but: \(nothing\)\. Expected: lines"),
+        (("a",), "#a", 7, r"got an answer of the wrong shape: .* Expected: {\"choices\""),
     ],
 )
-def test_an_unusable_server_is_one_line_at_the_start(model, models, end, text, said):
+def test_an_unusable_server_is_refused_in_one_line_at_the_start(model, models, end, text, said):
     model.models, model.text = models, lambda query, body: text
     with pytest.raises(SystemExit, match=f"--retriever http://127.0.0.1:.*{said}") as stopped:
         engine(model.address + end)
     assert "\n" not in str(stopped.value)
 
 
-def test_no_server_and_no_address_are_one_line(monkeypatch):
+def test_a_missing_server_and_a_bad_address_are_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(search, "STARTING", (0.01,))
     for end in ("", "#small"):
         with pytest.raises(SystemExit, match="connection refused. Start the server first"):
@@ -285,7 +285,7 @@ def test_no_server_and_no_address_are_one_line(monkeypatch):
             engine(address)
 
 
-# ---- faults under way
+# ---- faults during a run
 
 
 def test_a_server_that_goes_and_comes_back_is_waited_for(capsys):
@@ -301,8 +301,8 @@ def test_a_server_that_goes_and_comes_back_is_waited_for(capsys):
         again = Model(port)
         assert {answer.result() for answer in answers} == {expected}
     again.stop()
-    said = capsys.readouterr().err
-    assert "trying again for 60 s" in said and "answers again" in said
+    stderr = capsys.readouterr().err
+    assert "trying again for 60 s" in stderr and "answers again" in stderr
 
 
 def test_a_server_that_stays_away_is_lost_for_every_call(model):
@@ -316,7 +316,7 @@ def test_a_server_that_stays_away_is_lost_for_every_call(model):
         simulator("Ada")
 
 
-def test_a_query_that_gets_no_documents_is_an_error_of_its_own(model):
+def test_a_query_that_gets_no_documents_fails_alone(model):
     simulator = engine(model, patience=30)
     model.text = lambda query, body: "I cannot." if query == "bad" else f"Doc 1 (Title: {query}) x"
 
@@ -333,7 +333,7 @@ def test_a_query_that_gets_no_documents_is_an_error_of_its_own(model):
 
 
 @pytest.mark.parametrize("fault", [500, 429, 503])
-def test_a_fault_that_passes_is_seen_by_nobody(model, fault):
+def test_a_passing_fault_is_hidden_from_the_caller(model, fault):
     simulator, seen = engine(model), []
     expected = simulator("Ada")
     model.fail = lambda query: seen.append(query) or (fault if len(seen) == 1 else 0)

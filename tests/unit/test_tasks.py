@@ -47,7 +47,7 @@ def test_the_first_complete_action_counts(task, text, tool, inner):
 @pytest.mark.parametrize(
     "text", ["", "Bo Hale", "<search> Ada", "<search> a </answer>", "<information> x </information>"]
 )
-def test_what_is_no_action_is_invalid(task, text):
+def test_text_without_an_action_is_invalid(task, text):
     assert read(task, text) is None
 
 
@@ -74,19 +74,19 @@ def turn(tool, tool_input=""):
 
 
 def read(task, text):
-    """The action in a generation of that text."""
+    """Return the action in a completion of that text."""
     return task.read(Turn([1], [2], [0.0], text=text))
 
 
 class Sums(Task):
-    """A family that computes."""
+    """A task whose tool is Python."""
 
     def score(self, answer, question):
         return float(answer in question.golds), {"letters": len(answer or "")}
 
 
 class Noting(Tool):
-    """A Python that runs nothing and notes what it is given."""
+    """A Python tool that runs no code and returns its input."""
 
     name, fingerprint = "python", "noting"
 
@@ -94,14 +94,28 @@ class Noting(Tool):
         return f"{text} after {list(earlier)}"
 
 
-def test_a_family_says_what_counts_and_its_tool_what_is_described(task):
-    made = Sums(train_grpo.Args(), task.tokenizer, Noting(), task.train, task.held_out)
-    assert made.decode(made.prompt_ids(task.train[0])) == wordings.PYTHON_INSTRUCTION + "Question: Who leads firm 0?\n"
-    assert made.call(turn("python", "x"), None, ["x = 1"]) == "x after ['x = 1']"
+@pytest.fixture
+def sums(task):
+    return Sums(train_grpo.Args(), task.tokenizer, Noting(), task.train, task.held_out)
+
+
+def test_the_tool_of_a_task_decides_its_prompt_stop_and_fingerprint(task, sums):
+    assert sums.decode(sums.prompt_ids(task.train[0])) == wordings.PYTHON_INSTRUCTION + "Question: Who leads firm 0?\n"
+    assert "</python>" in sums.limits.stop and sums.limits.tool_seconds == 30
+    assert sums.fingerprint != task.fingerprint
+
+
+def test_the_tool_of_a_task_gets_the_earlier_calls(sums):
+    assert sums.call(turn("python", "x"), None, ["x = 1"]) == "x after ['x = 1']"
+
+
+def test_a_task_scores_its_answers_and_adds_to_their_info(task, sums):
     ended = Trajectory(answer="Bo Hale", info={"own": 1.0})
-    made.finish(ended, task.train[0])
-    assert (ended.outcome, ended.info) == (1.0, {"own": 1.0, "letters": 7}) and "</python>" in made.limits.stop
-    assert made.fingerprint != task.fingerprint and made.limits.tool_seconds == 30
+    sums.finish(ended, task.train[0])
+    assert (ended.outcome, ended.info) == (1.0, {"own": 1.0, "letters": 7})
+
+
+def test_more_shots_than_worked_examples_are_refused(task):
     with pytest.raises(SystemExit, match="--shots 1: this task has 0 worked examples"):
         Sums(train_grpo.Args(shots=1), task.tokenizer, Noting(), [], [])
 
@@ -121,7 +135,7 @@ def test_an_observation_is_cut_to_its_limit_and_keeps_the_closing_tag(task):
     assert text.startswith("\n<information> Doc 1 (Title: Ada Cole) Ada Cole works") and text.endswith(
         " </information>\n"
     )
-    assert whole.startswith(shown) and len(shown) < len(whole)  # what the model never saw must not count as found
+    assert whole.startswith(shown) and len(shown) < len(whole)  # text that the model never saw must not count as found
     assert text == f"\n<information> {shown} </information>\n"
     shown, ids = task.observe(turn(None), "Nothing found.")
     assert (shown, task.decode(ids)) == ("Nothing found.", "\n<information> Nothing found. </information>\n")
@@ -141,7 +155,7 @@ def test_prompt_is_plain_text_without_a_template_and_templated_with_one(task):
         assert made.decode(ids).endswith("[assistant] ") == templated
 
 
-def test_shots_stand_before_the_question_in_the_same_form_as_a_rollout(task):
+def test_shots_come_before_the_question_in_the_form_of_a_rollout(task):
     args = train_grpo.Args(shots=2)
     made = search_qa.SearchQA(args, small_models.tokenizer(), task.tool, task.train, task.held_out)
     text = made.decode(made.prompt_ids(task.train[0]))
@@ -150,14 +164,17 @@ def test_shots_stand_before_the_question_in_the_same_form_as_a_rollout(task):
     assert text.endswith("Question: Who leads firm 0?\n")
 
 
-def test_take_shuffles_each_pass_and_shares_questions_out_over_ranks(task, monkeypatch):
+def test_take_shuffles_each_pass_and_numbers_its_draws(task):
     first = [q.id for q in task.take(7)]
     second = [q.id for q in task.take(7)]
     assert sorted(first) == sorted(second) == [str(i) for i in range(7)] and first != second
     assert task.position == 14
     task.position = 3
-    assert [q.draw for q in task.take(6)] == list(range(3, 9))  # a question drawn twice is told apart by its draw
-    task.position = 0
+    assert [q.draw for q in task.take(6)] == list(range(3, 9))  # tells two draws of one question apart
+
+
+def test_take_divides_the_questions_among_the_ranks(task, monkeypatch):
+    first = [q.id for q in task.take(7)]
     monkeypatch.setattr(ranks, "world_size", lambda: 2)
     shares = []
     for rank in (0, 1):
@@ -170,7 +187,7 @@ def test_take_shuffles_each_pass_and_shares_questions_out_over_ranks(task, monke
 
 
 def write(path, *lines):
-    """A file of lines: bytes and strings as they are, anything else as JSON."""
+    """Write lines to a file: bytes and strings as they are, anything else as JSON. Returns the path as a string."""
     lines = [json.dumps(line) + "\n" if isinstance(line, dict) else line for line in lines]
     path.write_bytes(b"".join(line.encode() if isinstance(line, str) else line for line in lines))
     return str(path)
@@ -210,7 +227,7 @@ def test_texts_that_differ_by_case_and_punctuation_are_the_same_question():
 
 @pytest.mark.parametrize("made", [questions(2), questions(9, 2)])
 def test_too_few_questions_to_split_are_refused(made):
-    with pytest.raises(SystemExit, match="at least 3 of different text"):
+    with pytest.raises(SystemExit, match="at least 3 different ones"):
         split(made, 1)
 
 
@@ -232,11 +249,11 @@ GOOD = {"question": "Who?", "answers": ["Bo"]}
         ([GOOD | {"question": 7}], "line 1: question must be"),
         ([GOOD | {"answers": []}], "line 1: answers must be"),
         ([GOOD | {"answers": ["Bo", " "]}], "line 1: answers must be"),
-        ([GOOD | {"answers": ["the", "+"]}], "line 1: no answer is left after normalisation"),
+        ([GOOD | {"answers": ["the", "+"]}], "line 1: every answer is empty after normalisation"),
         ([GOOD | {"answers": "Bo"}], "line 1: answers must be"),
         ([GOOD | {"answers": [7]}], "line 1: answers must be"),
         (['{"question": "Who? \\ud83d", "answers": ["Bo"]}\n'], "line 1: .* valid Unicode"),
-        ([GOOD | {"id": 1}, "\n", GOOD | {"id": "1"}], "line 3: id 1 occurs twice: in line 1 too"),
+        ([GOOD | {"id": 1}, "\n", GOOD | {"id": "1"}], "line 3: id 1 occurs twice, first in line 1"),
         ([], "no questions"),
         (["\n \n"], "no questions"),
     ],
@@ -248,7 +265,7 @@ def test_a_bad_question_file_is_named_with_its_line(tmp_path, lines, words):
     assert path in str(stopped.value) and "\n" not in str(stopped.value)
 
 
-def test_questions_keep_their_line_and_an_id_of_their_own(tmp_path):
+def test_questions_keep_their_line_and_their_own_id(tmp_path):
     path = write(tmp_path / "q.jsonl", "\ufeff", GOOD, "\n", GOOD | {"id": "b7"}, GOOD | {"id": None})
     assert [(q.id, q.info["line"]) for q in read_questions(path)] == [("line-1", 1), ("b7", 3), ("line-4", 4)]
 
@@ -267,7 +284,7 @@ def test_a_folder_and_a_missing_file_are_no_question_file(tmp_path, make_args):
 
 @pytest.fixture
 def files(tmp_path):
-    """(task, corpus): 12 questions and 2 documents."""
+    """Return the paths of 12 questions and of a corpus of 2 documents."""
     lines = [{"question": f"Who leads firm {i}?", "answers": ["Bo Hale"]} for i in range(12)]
     return write(tmp_path / "q.jsonl", *lines), write(tmp_path / "c.jsonl", *DOCUMENTS)
 
@@ -308,7 +325,7 @@ def test_a_task_without_its_files_is_refused_with_a_way_out(files, tmp_path, mak
         assert "\n" not in str(stopped.value)
 
 
-def test_a_retriever_is_searched_in_place_of_a_corpus(files, make_args, monkeypatch):
+def test_a_retriever_replaces_a_corpus(files, make_args, monkeypatch):
     class Server(Tool):
         name, keeps_time = "search", True
 

@@ -1,10 +1,13 @@
-"""The embedded default: the world, its questions, and the base made for it."""
+"""The embedded default task: the world, its questions, and its base."""
+
+import functools
+import hashlib
 
 import pytest
 
 from common import models
 from tasks import tags, wordings
-from tasks.tiny import tiny_search
+from tasks.tiny import pretrain, tiny_math, tiny_search
 from tools.search import Search
 
 
@@ -75,7 +78,7 @@ def test_a_name_is_read_and_written_as_the_same_tokens(world, tokenizer):
         found = f"Doc 1 (Title: {document['title']}) {document['text']}"
         _, observation = tags.cut_observation(tokenizer, found, 96, wordings.INFORMATION)
         assert any(observation[i : i + len(name)] == name for i in range(len(observation)))
-        assert len(observation) < 96  # nothing of a passage is cut
+        assert len(observation) < 96  # no passage is cut
 
 
 def test_the_tokenizer_loads_as_it_was_made_and_round_trips(world, tokenizer):
@@ -88,3 +91,46 @@ def test_the_tokenizer_loads_as_it_was_made_and_round_trips(world, tokenizer):
         [tag] for tag in tiny_search.TAGS
     ]
     assert len(tokenizer) == len(made) and tokenizer.chat_template is None
+
+
+# ---- the bases that come with the project
+
+
+def worlds():
+    """Return {name: (lesson, steps of pretraining, wording, tokenizer)} of the two bases."""
+    lesson = functools.partial(tiny_search._lesson, tiny_search._names()["pretraining"])
+    return {
+        "tiny": (lesson, tiny_search.STEPS, tiny_search.WORDING, tiny_search._tokenizer),
+        "tiny-math": (tiny_math._lesson, tiny_math.STEPS, tiny_math.WORDING, tiny_math._tokenizer),
+    }
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-math"])
+def test_a_shipped_base_belongs_to_the_current_lessons_and_has_the_recorded_weights(name):
+    lesson, steps, wording, _ = worlds()[name]
+    folder = pretrain.SHIPPED / name / pretrain.key(lesson, steps, wording)
+    assert folder.is_dir() and models.resolve(name) == str(folder)
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    assert f"{digest}  {folder.relative_to(pretrain.SHIPPED)}/model.safetensors" in sums()
+
+
+def sums():
+    return (pretrain.SHIPPED / "SHA256SUMS").read_text().splitlines()
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-math"])
+def test_a_change_of_lessons_or_steps_is_another_base(name):
+    lesson, steps, wording, _ = worlds()[name]
+    keys = {pretrain.key(lesson, steps, wording), pretrain.key(lesson, steps + 1, wording)}
+    keys.add(pretrain.key(lambda rng, done: [*lesson(rng, done), ("x", "turn")], steps, wording))
+    assert len(keys) == 3
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["tiny", "tiny-math"])
+def test_the_builder_makes_the_shipped_base_again(name, tmp_path):
+    """Build it again bit for bit. This needs the kind of CPU it was built on (x86-64, AVX2): others round differently."""
+    lesson, steps, wording, tokenizer = worlds()[name]
+    pretrain.build(tmp_path / "base", tokenizer, lesson, steps, wording)
+    digest = hashlib.sha256((tmp_path / "base" / "model.safetensors").read_bytes()).hexdigest()
+    assert f"{digest}  {name}/{pretrain.key(lesson, steps, wording)}/model.safetensors" in sums()

@@ -1,4 +1,4 @@
-"""TSPO's credit on groups worked out by hand."""
+"""TSPO's credit, with numbers worked out by hand."""
 
 import random
 
@@ -14,7 +14,7 @@ T2 = [2, 1, N, N], [3, 2, 3, 1]
 
 
 def made(firsts, lengths, outcomes=None, gold="Ada Cole", **more):
-    """All wrong unless outcomes say otherwise; trajectory i finds the gold first in turn firsts[i], and again in every turn after."""
+    """Return a group, all wrong by default. Trajectory i finds the gold in turn firsts[i] and in every later turn."""
     outcomes = outcomes or [0.0] * len(firsts)
     return group(
         [
@@ -65,12 +65,12 @@ def stats(g, **flags):
     ],
 )
 def test_an_all_wrong_group_by_hand(case, flags, expected):
-    # The last turn calls no tool here, so a first occurrence must lie before it, except in T2's one-turn trajectory.
+    # The last turn calls no tool, so the first occurrence is before it.
     assert same(advantages(made(*case), **flags), expected)
 
 
-def test_with_the_population_s_deviation_the_numbers_of_the_reference_follow():
-    """ddof 0 is ddof 1 times sqrt(n / (n - 1)): 1.7320 and -0.5773 for four trajectories."""
+def test_the_population_s_deviation_gives_the_numbers_of_the_reference():
+    """Convert to ddof 0 by sqrt(n / (n - 1)): 1.7320 and -0.5773 for four trajectories."""
     got = advantages(made(*T1))
     assert same([[a * (4 / 3) ** 0.5 for a in row] for row in got], [[0, 1.7320, 0], *[[0, -0.5773, 0]] * 3])
 
@@ -82,11 +82,11 @@ def test_the_size_of_the_reward_cancels_out(alpha):
     assert same(halved, [[0, 0.75 * alpha, 0], *[[0, -0.25 * alpha, 0]] * 3])
 
 
-def test_a_group_with_a_right_answer_is_grpo_s_whatever_was_retrieved():
+def test_a_group_with_a_right_answer_has_grpo_s_advantages():
     g = made([2, 2, N, N], [3, 3, 2, 4], outcomes=[1.0, 0.0, 0.0, 0.0])
     assert same(advantages(g), [[1.5] * 3, [-0.5] * 3, [-0.5] * 2, [-0.5] * 4])
     both = advantages(g, turn_level="all")
-    # Turn 2 is reached by all four; the first two find the gold there: +-0.8660 on top. Nothing is found in turns 1, 3 and 4.
+    # All four reach turn 2 and the first two find the gold there: +-0.8660 is added. Turns 1, 3 and 4 find nothing.
     assert same(both, [[1.5, 2.366, 1.5], [-0.5, 0.366, -0.5], [-0.5, -1.366], [-0.5, -1.366, -0.5, -0.5]])
 
 
@@ -102,7 +102,7 @@ def test_a_group_with_a_right_answer_is_grpo_s_whatever_was_retrieved():
 )
 @pytest.mark.parametrize("norm_set", ["turn_index", "padded"])
 @pytest.mark.parametrize("std", [True, False])
-def test_what_does_not_differ_gives_zeros(g, norm_set, std):
+def test_equal_trajectories_give_zeros(g, norm_set, std):
     flags = dict(norm_set=norm_set, adv_std=std, folr_alpha=0.1)
     assert advantages(g, **flags) == [[0.0] * len(t.turns) for t in g.trajectories]
     assert stats(g, **flags)["revived"] in (None, 0.0)
@@ -115,7 +115,7 @@ def test_lone_and_empty_trajectories_stay_finite_when_pooled(g):
     assert all(abs(a) < 10 for row in got for a in row)
 
 
-def test_trajectories_of_one_turn_are_grpo_s():
+def test_trajectories_of_one_turn_have_grpo_s_advantages():
     rng = random.Random(0)
     for _ in range(20):
         g = made([N] * 5, [1] * 5, outcomes=[float(rng.random() < 0.4) for _ in range(5)])
@@ -130,10 +130,10 @@ def test_the_order_of_the_trajectories_does_not_matter(flags):
     assert advantages(permuted, **flags) == [got[i] for i in order]
 
 
-def test_a_gold_is_found_in_normal_form_and_by_whole_words_where_asked():
+def test_a_gold_is_found_in_normal_form_and_with_match_word_by_whole_words():
     g = group([(0.0, [turn(output="They met in the USA, once."), answer()]), (0.0, [turn(output="US!"), answer()])])
     g.question.golds = ["The U.S."]
-    assert same(advantages(g), [[0, 0], [0, 0]])  # "us" stands in "usa" too: both find it
+    assert same(advantages(g), [[0, 0], [0, 0]])  # "us" is in "usa" too: both find it
     assert same(advantages(g, match="word"), [[-0.7071, 0], [0.7071, 0]])
 
 
@@ -142,40 +142,41 @@ def test_a_gold_is_found_in_normal_form_and_by_whole_words_where_asked():
 def test_the_words_around_documents_hold_no_gold(gold, match):
     from tools.search import as_text
 
-    bare, held = ([{"title": "Oakford", "text": text}] for text in ("By the river.", f"It has {gold} of them."))
-    g = group([(0.0, [turn(output=as_text(found)), answer()]) for found in (bare, held, [])], golds=[gold])
+    without, with_it = ([{"title": "Oakford", "text": text}] for text in ("By the river.", f"It has {gold} of them."))
+    g = group([(0.0, [turn(output=as_text(found)), answer()]) for found in (without, with_it, [])], golds=[gold])
     assert same(advantages(g, match=match), [[-0.5773, 0], [1.1547, 0], [-0.5773, 0]])
 
 
 @pytest.mark.parametrize("cut", ["Doc", "Doc ", "Doc 3", "Doc 3 (", "Doc 3 (Ti", "Doc 3 (Title", "Doc 3 (Title: "])
-def test_nor_does_what_is_left_of_them_where_an_output_is_cut(cut):
-    heard = f"Doc 1 (Title: Ada) By the river.\n{cut}"
-    g = group([(0.0, [turn(output=text), answer()]) for text in (heard, heard + " and 3")], golds=["3"])
+def test_a_cut_document_header_holds_no_gold(cut):
+    output = f"Doc 1 (Title: Ada) By the river.\n{cut}"
+    g = group([(0.0, [turn(output=text), answer()]) for text in (output, output + " and 3")], golds=["3"])
     assert same(advantages(g), [[-0.7071, 0], [0.7071, 0]])
 
 
-def test_only_what_a_tool_gave_back_well_counts():
+def test_only_outputs_of_successful_calls_count():
     status = ["ok", "error", "timeout", "invalid", None]
     g = group([(0.0, [turn(status=s, output="Ada Cole"), answer()]) for s in status])
     assert same(advantages(g), [[1.7889, 0], *[[-0.4472, 0]] * 4])
 
 
-def test_trivial_golds_count_or_not():
+def test_trivial_golds_count_unless_they_are_skipped():
     g = group(
         [(0.0, [turn(output="Yes, it was so."), answer()]), (0.0, [turn(output="Nothing"), answer()])], golds=["yes"]
     )
     assert same(advantages(g), [[0.7071, 0], [-0.7071, 0]])
     assert advantages(g, trivial_golds="skip") == [[0, 0], [0, 0]]
     assert stats(g)["trivial_hits"] == 1.0 and stats(g, trivial_golds="skip")["trivial_hits"] is None
-    # A comparison names both answers in its question.
+
+
+def test_a_gold_that_the_question_names_is_trivial():
     g = made([1, N], [2, 2], question="Who is older, Ada Cole or Bo Hale?")
     assert stats(g)["trivial_hits"] == 1.0 and advantages(g, trivial_golds="skip") == [[0, 0], [0, 0]]
-    assert (
-        stats(made([1, N], [2, 2], question="Who is Adam Coleman?"))["trivial_hits"] == 0.0
-    )  # not as a word of its own
+    # Here it is only part of longer words.
+    assert stats(made([1, N], [2, 2], question="Who is Adam Coleman?"))["trivial_hits"] == 0.0
 
 
-def test_what_is_logged():
+def test_statistics_by_hand():
     found = stats(made(*T2))
     assert (found["near_miss"], found["revived"], found["trivial_hits"], found["short_hits"]) == (0.5, 1.0, 0.0, 0.0)
     assert [found[f"hit_turn_{k}"] for k in range(1, 6)] == [0.25, 0.25, 0, 0, 0]

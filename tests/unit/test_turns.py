@@ -1,4 +1,4 @@
-"""Packing: what is trained is what was sampled, at its position, in the context it was sampled in."""
+"""Packing: the sampled tokens are trained, each at its position in the context of its sampling."""
 
 import random
 
@@ -12,7 +12,7 @@ EOS = PAD = 0
 
 
 def two_turns():
-    """Two turns, the end token equal to the padding token: prompt 5 6, action 7 8 0, observation 9 9, action 4 0."""
+    """Return two turns whose end token is the padding token: prompt 5 6, action 7 8 0, observation 9 9, action 4 0."""
     first = Turn([5, 6], [7, 8, EOS], [-0.1, -0.2, -0.3], observation_ids=[9, 9])
     second = Turn([5, 6, 7, 8, EOS, 9, 9], [4, EOS], [-0.4, -0.5])
     return Trajectory([first, second], outcome=1.0)
@@ -48,7 +48,7 @@ def test_a_per_token_advantage_lies_on_its_tokens():
     assert batch.adv.tolist() == pytest.approx([0, 0, 0.1, 0.2, 0.3, 0, 0, 0, 0])
 
 
-def test_a_turn_whose_context_does_not_extend_the_ids_gets_a_row_of_its_own():
+def test_a_turn_whose_context_does_not_extend_the_ids_gets_its_own_row():
     stripped = two_turns()
     stripped.turns[1].context_ids = [5, 6, 8, EOS, 9, 9]  # the first action's 7 was left out of the history
     batch = pack(one_group(stripped), [[[1.0, 2.0]]])
@@ -98,19 +98,19 @@ def test_minibatches_split_by_whole_groups_into_the_same_number_everywhere():
     assert [len(p) for p in pack([], []).minibatches(2, 3)] == [0, 0]
 
 
-def test_the_number_of_ranks_cannot_change_what_is_in_a_minibatch():
+def test_the_number_of_ranks_does_not_change_the_questions_of_a_minibatch():
     made, advantages = random_groups.groups(count=7, size=2)
-    for first in (0, 7):  # the first and the second step of a run of 7 questions a step
+    for first in (0, 7):  # the first and the second step of a run with 7 questions a step
         for p, group in enumerate(made):
             group.question.draw = first + p
         parts = []
         for ranks in (1, 2, 3):
-            held = [set() for _ in range(3)]
+            draws = [set() for _ in range(3)]
             for rank in range(ranks):
                 batch = pack(made[rank::ranks], advantages[rank::ranks])
-                for part, minibatch in zip(held, batch.minibatches(3, 7)):
+                for part, minibatch in zip(draws, batch.minibatches(3, 7)):
                     part |= {batch.draws[g] for g in minibatch.group.tolist()}
-            parts.append(held)
+            parts.append(draws)
         assert parts[0] == parts[1] == parts[2] and sorted(map(len, parts[0])) == [2, 2, 3]
 
 

@@ -1,4 +1,4 @@
-"""Answers compared by value."""
+"""Comparison of answers by value."""
 
 import os
 import signal
@@ -105,7 +105,7 @@ DRESSED = [
     ("1\\frac{1}{2}", "3/2", True),
     ("\\text{yes}", "yes", True),
 ]
-IN_DOLLARS = [  # what stands around them counts, unless it only leads to the answer
+IN_DOLLARS = [  # the text around them counts, unless it only introduces the answer
     ("The answer is: $x^2+1$", "1+x^2", True),
     ("**Answer:** $5$", "5", True),
     ("Answer $5$", "5", True),
@@ -168,7 +168,7 @@ FORMULAS = [
     ("x^2+y^2=1", "x^2+y^2=2", False),
     ("30^\\circ+45^\\circ", "75^\\circ", True),
 ]
-PRODUCTS = [  # of variables, which are no words
+PRODUCTS = [  # of variables, which look like words
     ("xy+1", "xy + 1", True),
     ("1+xy", "xy+1", True),
     ("x*y + 1", "xy+1", True),
@@ -198,7 +198,7 @@ AS_PYTHON_PRINTS = [
     ("x <= 5", "x \\le 5", True),
     ("x >= 5", "x \\le 5", False),
 ]
-SIDES = [  # of an equation that only names the answer, and of a bound
+SIDES = [  # of an equation that only names the answer, and of an inequality
     ("f(x) = x^2", "x^2", True),
     ("P(A) = \\frac12", "0.5", True),
     ("sin(x) = 1", "1", False),
@@ -249,7 +249,7 @@ def test_answers_are_compared_by_value(answer, gold, right):
 
 
 @pytest.mark.parametrize("answer, gold, right", NUMBERS + PERCENT)
-def test_equality_goes_both_ways(answer, gold, right):
+def test_equality_is_symmetric(answer, gold, right):
     assert equality.equal(gold, [answer]) is right
 
 
@@ -270,12 +270,12 @@ def test_a_number_needs_no_worker(monkeypatch):
 
 
 @pytest.mark.parametrize("tower", ["10^{10^{10}}", "9^{9^{9}}", "2**3**4", "10^(10^10)", "10**(10**10)", "x^{2}^{3}"])
-def test_a_tower_of_powers_never_gets_to_the_worker(monkeypatch, tower):
+def test_a_tower_of_powers_never_reaches_the_worker(monkeypatch, tower):
     monkeypatch.setattr(equality.WORKER, "ask", None)  # it would raise
     assert not equality.equal(tower, ["\\sqrt{3}"]) and not equality.equal("\\sqrt{3}", [tower])
 
 
-def test_a_comparison_without_an_end_is_killed_and_the_next_one_works(monkeypatch):
+def test_an_endless_comparison_is_killed_and_the_next_one_works(monkeypatch):
     assert equality.equal("\\sqrt{9}", ["3"])
     first = equality.WORKER.process.pid
     monkeypatch.setattr(equality, "SECONDS", 1.0)
@@ -295,7 +295,7 @@ def test_a_worker_that_has_died_is_replaced():
     assert equality.equal("\\sqrt{9}", ["3"])
 
 
-def test_without_a_worker_answers_that_are_no_numbers_are_wrong(monkeypatch):
+def test_without_a_worker_only_numbers_are_right(monkeypatch):
     monkeypatch.setattr(equality, "WORKER", equality.Worker())
     monkeypatch.setattr(equality.sys, "executable", "/bin/false")
     assert not equality.equal("\\sqrt{9}", ["3"]) and equality.equal("3.0", ["3"])
@@ -304,13 +304,13 @@ def test_without_a_worker_answers_that_are_no_numbers_are_wrong(monkeypatch):
 def test_threads_get_the_answers_to_their_own_questions():
     before = threading.active_count()
     with ThreadPoolExecutor(8) as pool:
-        said = list(pool.map(lambda i: equality.equal(f"\\sqrt{{{i * i}}}", [str(i % 5)]), range(1, 41)))
-    assert said == [i < 5 for i in range(1, 41)]
+        answers = list(pool.map(lambda i: equality.equal(f"\\sqrt{{{i * i}}}", [str(i % 5)]), range(1, 41)))
+    assert answers == [i < 5 for i in range(1, 41)]
     assert threading.active_count() <= before
 
 
-def test_the_worker_dies_with_the_process_that_asked_it():
-    """Even in the middle of a comparison, by its own clock at the latest."""
+def test_the_worker_dies_with_its_parent():
+    """Kill the parent in the middle of a comparison. The worker ends by its own timeout at the latest."""
     code = (
         "import threading, time; from tasks import equality; equality.SECONDS = 60; equality.equal('\\\\sqrt{9}', ['3']);"
         "threading.Thread(target=equality.equal, args=('10^{10^{10}}', ['3']), daemon=True).start();"
@@ -353,7 +353,7 @@ def test_the_worker_dies_with_the_process_that_asked_it():
         *[("x^2=25", "25"), ("x^2=5", "5"), ("2+2=5", "5"), ("10^{10^{10}}", "1"), ("9^{9^{9^{9}}}", "5")],
     ],
 )
-def test_what_only_looks_like_the_gold_is_wrong(answer, gold):
+def test_answers_that_only_look_like_the_gold_are_wrong(answer, gold):
     assert not equality.equal(answer, [gold])
 
 
@@ -364,11 +364,11 @@ def test_what_only_looks_like_the_gold_is_wrong(answer, gold):
         *[("$x^2+1$", "1+x^2"), ("\\sin(x)", "\\sin x"), ("x = 2+y", "2+y"), ("A", "A")],
     ],
 )
-def test_what_only_looks_otherwise_is_right(answer, gold):
+def test_answers_that_only_look_different_are_right(answer, gold):
     assert equality.equal(answer, [gold])
 
 
-AS_DATA_SETS_HAVE_IT = [  # golds in the forms of GSM8K, MATH, AIME, AMC, SVAMP and OlympiadBench
+AS_DATA_SETS_HAVE_IT = [  # golds in the form of GSM8K, MATH, AIME, AMC, SVAMP and OlympiadBench
     ("25", "025", True),
     ("27", "27.0", True),
     ("2000", "2,000", True),
@@ -392,7 +392,7 @@ AS_DATA_SETS_HAVE_IT = [  # golds in the forms of GSM8K, MATH, AIME, AMC, SVAMP 
     ("1/2 cup", "0.5", True),
     ("12", "12\\text{ square units}", True),
     ("90", "90^\\circ", True),
-    ("12\u00a0cm", "12\\text{ cm}", True),  # a space that does not break a line
+    ("12\u00a0cm", "12\\text{ cm}", True),  # a non-breaking space
     ("12 cm", "120 mm", False),
     ("3:00 pm", "3", False),
     ("sqrt(117)", "3\\sqrt{13}", True),
@@ -427,7 +427,7 @@ def test_golds_as_the_data_sets_write_them(answer, gold, right):
 
 
 @pytest.mark.parametrize("answer", ["", " ", "\\boxed{}", "\\boxed{ }", "\\text{}", "."])
-def test_an_answer_that_holds_nothing_is_wrong_even_beside_such_a_gold(answer):
+def test_an_empty_answer_is_wrong_even_if_a_gold_is_empty_too(answer):
     assert not equality.equal(answer, ["5", "", answer])
 
 
@@ -441,7 +441,7 @@ def test_an_answer_that_holds_nothing_is_wrong_even_beside_such_a_gold(answer):
         ("evelyn", r"\mbox{Karla}", False),
     ],
 )
-def test_matrices_boxes_of_text_and_names_are_what_golds_of_math_have(answer, gold, right):
+def test_matrices_text_boxes_and_names_as_math_has_them(answer, gold, right):
     assert equality.equal(answer, [gold]) is right
 
 
@@ -460,7 +460,7 @@ def test_matrices_boxes_of_text_and_names_are_what_golds_of_math_have(answer, go
         ("\\boxed{1", None),
         ("\\boxed", None),
         ("\\boxed $", None),
-        ("\\boxed{1} and then \\boxed{2", "1"),  # the last complete one
+        ("\\boxed{1} and then \\boxed{2", "1"),  # the last complete box
         ("\\boxed{5}, in \\boxed format", "5"),
         ("nothing", None),
         ("", None),

@@ -1,4 +1,4 @@
-"""runs/warm_start.py: the scripted traces stand in the very contexts that the rollout loop would show."""
+"""runs/warm_start.py: scripted traces have exactly the contexts of the rollout loop."""
 
 import random
 import sys
@@ -19,10 +19,10 @@ from tasks.tiny import tiny_search
 
 
 @pytest.mark.parametrize("context", ["full", "strip_think", "window"])
-def test_a_scripted_trace_stands_in_the_contexts_of_the_rollout_loop(context):
+def test_a_scripted_trace_has_the_contexts_of_the_rollout_loop(context):
     names = tiny_search._names()["pretraining"]
     trace = tiny_search._trace(random.Random(3), names, 3, flawed=False)
-    said, found = ([text for text, kind in trace if kind == wanted] for wanted in ("turn", "found"))
+    completions, found = ([text for text, kind in trace if kind == wanted] for wanted in ("turn", "found"))
     answers = iter(found)
 
     class Tool(tools.Tool):
@@ -31,7 +31,7 @@ def test_a_scripted_trace_stands_in_the_contexts_of_the_rollout_loop(context):
         def __call__(self, query, earlier=(), question=None):
             return next(answers)
 
-    engine = scripted_engine.Scripted(lambda question, sample, turn: said[turn])
+    engine = scripted_engine.Scripted(lambda question, sample, turn: completions[turn])
     engine.args.context, engine.args.window = context, 1
     task = search_qa.SearchQA(engine.args, scripted_engine.TOKENIZER, Tool(), [], [])
     made = warm_start.group(trace, task)
@@ -41,6 +41,4 @@ def test_a_scripted_trace_stands_in_the_contexts_of_the_rollout_loop(context):
     assert len(ours) == 4 and [turn.context_ids for turn in ours] == [turn.context_ids for turn in played.turns]
     assert [turn.action_ids for turn in ours] == [turn.action_ids for turn in played.turns]
     batch = pack([made], [[[1.0] * 4]])
-    assert int(batch.mask.sum()) == sum(
-        len(turn.action_ids) for turn in ours
-    )  # every turn is learned, and nothing else
+    assert int(batch.mask.sum()) == sum(len(turn.action_ids) for turn in ours)  # exactly the actions are trained
