@@ -6,11 +6,12 @@
     python eval.py --resume --out out/three                    # those that are not finished yet
     python eval.py --model Qwen2.5-3B --task test.jsonl --corpus documents.jsonl --split all
 
-The base is the model with a blank adapter, as training evaluates it at step 0. Figures are of one greedy trajectory for each question; pass@k
-is the chance that one of k sampled ones is right. Intervals: 95 %, percentile bootstrap over questions; the difference is paired by question.
+The base is the model with a blank adapter, as training evaluates it at step 0. Figures are of one greedy trajectory per question; pass@k is
+the chance that at least one of k sampled trajectories is right. Intervals: 95 %, percentile bootstrap over questions; the difference
+between the two systems is paired by question.
 
-Writes eval.json (all figures, also of each question), eval.md (the table) and samples.jsonl (every trajectory, as training writes them);
-of several benchmarks each into a folder of its own, and benchmarks.md beside them.
+Writes eval.json (all figures, also per question), eval.md (the table) and samples.jsonl (every trajectory, as training writes them).
+Several benchmarks get a folder each, and benchmarks.md beside them.
 """
 
 import contextlib
@@ -26,12 +27,12 @@ from common.args import Sampling, parse_args
 from tasks import benchmarks
 from view import tables
 
-OWN = ("adapter", "limit", "out", "gpu_memory", "resume")  # never taken from the run an adapter comes from
+OWN = ("adapter", "limit", "out", "gpu_memory", "resume")  # never taken from the adapter's run
 
 
 @dataclass
 class Args(Sampling):
-    """Those of common/args.py that mean another thing here, and the flags of an evaluation."""
+    """The flags that only evaluation has, and those of common/args.py that have another meaning here."""
 
     adapter: str = ""
     """LoRA adapter to evaluate; where it lies in a run directory, what is not given here is as in that run"""
@@ -51,7 +52,7 @@ class Args(Sampling):
     out: str = ""
     """run directory (default: out/eval-<model>-<task>-<split>-<run of the adapter>)"""
     resume: bool = False
-    """go on with the evaluation in that directory: benchmarks that are finished are left as they are"""
+    """continue the evaluation in that directory: benchmarks that are finished are left as they are"""
     seed: int = 1
     """of sampling and of the bootstrap"""
     temperature: float = 1.0
@@ -62,8 +63,11 @@ class Args(Sampling):
     """share of a GPU's memory for the engine"""
 
 
-def run_of(adapter):
-    """(name, arguments) of the training run an adapter lies in, or its own name and {}. out/RUN/adapter may be a link to a checkpoint."""
+def run_of(adapter: str) -> tuple[str, dict]:
+    """Return (name, arguments) of the training run that the adapter's folder is in, or the folder's name and {}.
+
+    out/RUN/adapter may be a link to a checkpoint.
+    """
     here = Path(adapter).absolute()
     for path in (here, here.resolve()):
         for folder in (path, *path.parents)[:4]:
@@ -73,15 +77,15 @@ def run_of(adapter):
     return here.name, {}
 
 
-def parse(argv=None):
-    """The arguments. Those of the adapter's run stand before the given ones: of a flag that occurs twice the last one counts."""
+def parse(argv: list[str] | None = None) -> Args:
+    """Parse the command line. Flags that are not given come from the adapter's run, except OWN."""
     import tyro
 
     argv = sys.argv[1:] if argv is None else argv
     given = tyro.cli(Args, args=argv, use_underscores=True)
     name, taken = run_of(given.adapter) if given.adapter else ("", {})
     task = tyro.cli(Args, args=argv, use_underscores=True, default=Args(task=taken.get("task", ""))).task
-    # A given place to search in stands for the run's own, which goes with the run's questions only.
+    # The run's corpus belongs to the run's questions: other questions or another corpus replace it.
     replaced = ("corpus", "retriever") if given.corpus or given.retriever or task != taken.get("task") else ()
     dropped = "".join(f"; not --{k} {taken[k]}" for k in replaced if taken.get(k))
     shared = [f.name for f in dataclasses.fields(Args) if f.name not in (*OWN, *replaced)]
@@ -91,10 +95,10 @@ def parse(argv=None):
         f"--{k}={v}" if not isinstance(v, bool) else f"--{k}" if v else f"--no-{k}"
         for k, v in (taken | of_paper).items()
     ]
-    args = parse_args(Args, [*words, *argv, "--no-resume"])
+    args = parse_args(Args, [*words, *argv, "--no-resume"])  # if a flag occurs twice, the last one counts
     parts = ("eval", Path(args.model).name, benchmarks.short(args.task), args.split, name)
     args.out = args.out or "out/" + "-".join(filter(None, parts))
-    if given.resume:  # what is not given is as it was there
+    if given.resume:  # the other flags come from that evaluation
         return parse_args(Args, [*argv, f"--out={args.out}"])
     if args.systems == "adapter" and not args.adapter:
         raise SystemExit("--systems adapter needs --adapter, the folder of a LoRA adapter.")
@@ -105,7 +109,7 @@ def parse(argv=None):
     return args
 
 
-def main(args):
+def main(args: Args) -> None:
     from common.policy import Policy  # here and not above: --help answers without torch
     from common.rollout import Engine
     from view import plan
@@ -128,7 +132,7 @@ def main(args):
         if ranks.rank() == 0:
             lines = [line for of_system in items.values() for _, more in of_system for line in more]
             text = tables.write(folders[name], benchmarks.result(args, name, questions, items), lines)
-            print(f"\n{text}\nFigures of each question, trajectories: {folders[name]}/", flush=True)
+            print(f"\n{text}\nFigures per question and trajectories: {folders[name]}/", flush=True)
     if ranks.rank() == 0 and len(todo) > 1:
         print(f"\n{tables.overview(run.directory(args), folders)}", flush=True)
 

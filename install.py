@@ -1,4 +1,4 @@
-"""make setup: create or refresh .venv. Does nothing, at once, when it is up to date.
+"""make setup: create or refresh .venv; an environment that is up to date is left alone.
 
 Runs under the system's Python, whatever its version: plain syntax and the standard library only.
 """
@@ -15,27 +15,28 @@ PYTHONS = ((3, 11), (3, 12), (3, 13))
 DRIVER = 580  # the oldest NVIDIA driver series for the CUDA 13 builds of torch and vLLM
 NEEDED_GB = {"requirements.txt": 20, "requirements-cpu.txt": 6}
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-# vLLM lists them for images and sound. Text needs none of them, and where their builds do not fit torch they break transformers.
+# vLLM requires them for images and sound. Text models need none of them, and builds that do not match torch break transformers.
 UNUSED = ("torchvision", "torchaudio", "torchcodec")
 
 
-# For --task reasoning_gym:<name> only. A part of it is built by a C compiler: without one, set-up goes on.
+# For --task reasoning_gym:<name> only. A part of it needs a C compiler; without one, set-up continues without the package.
 OPTIONAL = ("reasoning-gym==0.1.25",)
 
 
 def stop(message):
+    """Exit with a message."""
     sys.exit("setup: " + message)
 
 
 def requirements():
-    """requirements.txt on a machine with an NVIDIA GPU, else requirements-cpu.txt."""
+    """Return "requirements.txt" on a machine with an NVIDIA GPU, else "requirements-cpu.txt"."""
     if not shutil.which("nvidia-smi"):
         return "requirements-cpu.txt"
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     done = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     versions = done.stdout.split()
     if done.returncode != 0 or not versions:
-        return "requirements-cpu.txt"  # the tool without a card
+        return "requirements-cpu.txt"  # nvidia-smi is installed, but there is no GPU
     if int(versions[0].split(".")[0]) < DRIVER:
         stop(
             f"the NVIDIA driver is {versions[0]}, and the CUDA build needs {DRIVER} or newer: update the driver, or hide the GPU's "
@@ -45,7 +46,7 @@ def requirements():
 
 
 def find_python():
-    """This Python if its version is supported, else the first supported one on PATH."""
+    """Return the path of this Python if its version is supported, else of the first supported one on PATH."""
     if sys.version_info[:2] in PYTHONS:
         return sys.executable
     for version in PYTHONS:
@@ -59,16 +60,14 @@ def find_python():
 
 
 def wanted(name):
-    """A hash of everything the virtual environment is made from."""
-    digest = hashlib.sha256()
-    for path in (os.path.join(HERE, name), os.path.abspath(__file__)):
-        with open(path, "rb") as file:
-            digest.update(file.read())
-    return f"{name} {digest.hexdigest()}"
+    """Return a hash of everything that the virtual environment is made from."""
+    with open(os.path.join(HERE, name), "rb") as file:
+        made_from = file.read() + repr((UNUSED, OPTIONAL)).encode()
+    return f"{name} {hashlib.sha256(made_from).hexdigest()}"
 
 
 def up_to_date(stamp, name):
-    """Whether .venv was made from what is wanted now; one for a GPU that is out of sight for the moment (a login node) counts."""
+    """Return whether .venv matches the requirements; one made for a GPU counts on a machine without (a login node)."""
     try:
         with open(stamp) as file:
             return file.read() in {wanted(name), wanted("requirements.txt")}
@@ -77,6 +76,7 @@ def up_to_date(stamp, name):
 
 
 def install(name, python):
+    """Create .venv and install the packages of a requirements file. Exits with a message when that fails."""
     free = shutil.disk_usage(HERE).free / 2**30
     if free < NEEDED_GB[name]:
         stop(f"{free:.0f} GB of disk are free here, and the environment needs {NEEDED_GB[name]} GB: free some space.")
@@ -86,11 +86,11 @@ def install(name, python):
     pip = [os.path.join(VENV, "bin", "python"), "-m", "pip"]
     command = [*pip, "install", "--disable-pip-version-check", "-r", os.path.join(HERE, name)]
     failed = subprocess.run(command, stderr=subprocess.PIPE if name == "requirements-cpu.txt" else None).returncode
-    if failed and name == "requirements-cpu.txt":  # torch's CPU build lies in an index of its own, unless it is at hand
+    if failed and name == "requirements-cpu.txt":  # torch's CPU build is in PyTorch's own index
         failed = subprocess.run([*command, "--extra-index-url", TORCH_CPU_INDEX]).returncode
     if failed:
         stop(
-            f"the packages of {name} could not be installed; pip's message is above. When it was a download, run make setup again."
+            f"the packages of {name} could not be installed; pip's message is above. If a download failed, run make setup again."
         )
     subprocess.run([*pip, "uninstall", "--quiet", "--yes", *UNUSED], check=True)
     optional = [*pip, "install", "--disable-pip-version-check", "--quiet", *OPTIONAL]
@@ -99,6 +99,7 @@ def install(name, python):
 
 
 def main():
+    """Set up what is missing."""
     name = requirements()
     stamp = os.path.join(VENV, "made-from")
     if not up_to_date(stamp, name):

@@ -84,7 +84,7 @@ class Args(Shared):
     match: Literal["substring", "word"] = "substring"
     """how a gold is looked for in retrieved text, both in normal form: anywhere, or as whole words"""
     trivial_golds: Literal["count", "skip"] = "count"
-    """whether golds that any document may hold count: yes, no, and what stands in the question"""
+    """whether golds that any document may hold count: yes, no, and golds that the question itself holds"""
     turn_level: Literal["all_wrong", "all"] = "all_wrong"
     """groups with turn-level advantages (all: in the others they are added to GRPO's)"""
     norm_set: Literal["turn_index", "pooled", "padded"] = "turn_index"

@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 from compare_page import MISMATCH, read_json, read_lines, write  # noqa: E402
 
+import tasks  # noqa: E402, F401  (fills EMBEDDED)
 from common import run  # noqa: E402
 from common.args import parse_args  # noqa: E402
 from common.models import EMBEDDED  # noqa: E402

@@ -178,6 +178,22 @@ def test_a_page_shows_the_diff_of_its_script(name):
     assert fixed_page(read(page_of(name)), name) == read(page_of(name)), "python tests/unit/test_diff.py --fix"
 
 
+def test_the_diff_in_the_readme_is_that_of_the_script():
+    shown = read("README.md").partition("```diff\n")[2].partition("```")[0].splitlines()
+    ours, reference = (set(read(name).splitlines()) for name in ("train_tspo.py", REFERENCE))
+    for line in filter(str.strip, shown):
+        text = line[1:]
+        if text.strip():
+            assert (line[0] == "-" or text in ours) and (line[0] == "+" or text in reference), line
+    assert len([line for line in shown if line[0] == "+"]) > 15
+
+
+def test_every_link_of_the_pages_leads_to_a_file():
+    for name in known_to_git("README.md", "CHANGELOG.md", "docs/*.md"):
+        for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", read(name)):
+            assert (ROOT / name).parent.joinpath(target).exists(), f"{name}: {target}"
+
+
 if __name__ == "__main__":
     if sys.argv[1:] != ["--fix"]:
         sys.exit(__doc__)

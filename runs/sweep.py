@@ -1,0 +1,44 @@
+"""Run every check that goes over seeds, models or modes (pytest -m sweep), and write docs/checked.md: python runs/sweep.py
+
+`make test` keeps one case of each of these checks. An issue that touches the subject of one runs it again.
+"""
+
+import platform
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "checked.md"
+
+
+def main():
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "tests", "-m", "sweep", f"--junitxml={report}", *sys.argv[1:]]
+        code = subprocess.run(command, cwd=ROOT, check=False).returncode
+        cases = list(ElementTree.parse(report).iter("testcase"))
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    rows = []
+    for case in cases:
+        outcome = {"failure": "FAILED", "error": "FAILED", "skipped": "skipped"}
+        result = next((outcome[child.tag] for child in case if child.tag in outcome), "holds")
+        name = case.get("name").removeprefix("test_").replace("_", " ").replace("[", ": ").rstrip("]")
+        rows.append(f"| {name} | {result} | {float(case.get('time')):.0f} s |")
+    made = f"commit {commit}{' with uncommitted changes' if changed else ''}, {datetime.now(UTC):%Y-%m-%d}"
+    machine = f"Python {platform.python_version()}, {platform.machine()}"
+    lines = ["# Checked", "", f"Written by `make sweep`: {made}, {machine}.", ""]
+    lines += ["| property | result | time |", "|---|---|---|", *rows]
+    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(f"{PAGE.relative_to(ROOT)}: {len(rows)} checks")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
