@@ -82,7 +82,7 @@ def parse(argv: list[str] | None = None) -> Args:
     import tyro
 
     argv = sys.argv[1:] if argv is None else argv
-    given = tyro.cli(Args, args=argv, use_underscores=True)
+    given = tyro.cli(Args, args=argv, use_underscores=True, description=__doc__.partition("\n")[0])
     name, taken = run_of(given.adapter) if given.adapter else ("", {})
     task = tyro.cli(Args, args=argv, use_underscores=True, default=Args(task=taken.get("task", ""))).task
     # The run's corpus belongs to the run's questions: other questions or another corpus replace it.

@@ -15,6 +15,7 @@ class Embedded:
 
     build: Callable[[], Path]  # returns its folder, created by the first call
     preset: dict  # flags that become the parser's defaults
+    former: tuple[str, ...] = ()  # names of the folder in earlier versions: adapters name it
 
 
 EMBEDDED: dict[str, Embedded] = {}
@@ -70,8 +71,7 @@ def empty_model(path: str) -> "PreTrainedModel":
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise SystemExit(
-            f"--model {path}: config.json could not be loaded ({str(error).splitlines()[0]}). Is the name right?"
-        ) from None
+        reason = str(error).splitlines()[0]
+        raise SystemExit(f"--model {path}: config.json could not be loaded ({reason}). Is the name right?") from None
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)

@@ -16,7 +16,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
-from common import models
+from common import models, ranks, run
 from common.args import Sampling
 from common.attention import register_segment_attention, token_logps
 from common.batch import Batch
@@ -233,10 +233,20 @@ def refuse_other_base(adapter: str, path: str) -> None:
         cached = [part for part in Path(of).parts if part.startswith("models--")]
         return (cached[0].split("--")[-1] if cached else Path(of).name).lower()
 
+    embedded = models.EMBEDDED.get(Path(path).parent.name)  # .../tiny/<hash>
+    if base and embedded and name(base) in embedded.former:
+        run.notice(
+            f"--adapter {adapter}: trained on the base that an earlier version built. Figures can differ on this one."
+        )
+        return
     if base and name(base) != name(path):
         raise SystemExit(
             f"--adapter {adapter}: trained on {base}, not on {path}. If they are the same model under another name, "
             "change base_model_name_or_path in its adapter_config.json."
+        )
+    if ranks.rank() == 0:
+        run.notice(
+            f"--adapter {adapter}: trained on the base that an earlier version built; figures can differ on this one"
         )
 
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from common import cpu_build, ranks, run
 from common.adapters import AdapterStore
-from common.args import Sampling, Shared
+from common.args import Sampling
 from common.batch import pack
 from common.checkpoint import random_states, set_random_states
 from common.environment import Environment, Limits
@@ -37,10 +37,9 @@ def lora_slot(rank: int) -> int:
     return slot
 
 
-def at_once(args: Shared, world: int) -> int:
-    """Return the number of concurrent generations: a rank's share of a step, within bounds."""
-    share = -(-args.questions // world) * args.group
-    return min(max(share, 64), MOST_AT_ONCE)
+def at_once(questions: int, group: int, world: int) -> int:
+    """Return the number of concurrent generations: a rank's share of a step's trajectories, within bounds."""
+    return min(max(-(-questions // world) * group, 64), MOST_AT_ONCE)
 
 
 class Engine:
@@ -69,6 +68,7 @@ class Engine:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
         from vllm import LLM
 
+        step = (args.questions, args.group) if policy.optimizer else (64, 8)  # eval.py has no steps
         options = dict(
             model=policy.path,
             tokenizer=policy.path,
@@ -83,7 +83,7 @@ class Engine:
             logprobs_mode="processed_logprobs",  # after the temperature, as the trainer computes them
             generation_config="vllm",
             max_model_len=args.max_context,
-            max_num_seqs=at_once(self.args, ranks.world_size()) if policy.optimizer else MOST_AT_ONCE,
+            max_num_seqs=at_once(*step, ranks.world_size()),
             seed=args.seed,
             disable_log_stats=True,
             use_tqdm_on_load=False,

@@ -212,7 +212,7 @@ def write_header(args, script: Path, folder: Path) -> None:
     write_json(folder / "args.json", dataclasses.asdict(args) | {"resume": False})
     write_json(folder / "environment.json", environment())
     shutil.copy(script, folder / script.name)
-    without = shutil.ignore_patterns("__pycache__", "*.safetensors", "tokenizer*.json")  # skips the embedded bases
+    without = shutil.ignore_patterns("__pycache__", "bases")  # the weights of the embedded models
     for package in PACKAGES:
         shutil.copytree(ROOT / package, folder / package, ignore=without, dirs_exist_ok=True)
     preset = EMBEDDED[args.model].preset if args.model in EMBEDDED else {}

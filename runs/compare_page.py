@@ -7,6 +7,7 @@ import shlex
 import statistics
 from collections import Counter
 
+CODE = ("train_", "runs/", "common/", "tasks/", "tools/", "view/")  # what a result follows from
 MISMATCH = "GRPO trained on the full history"
 LOOKS = {  # colour (Okabe and Ito's palette, safe for colour-blind readers), marker, line
     "GRPO": ("#000000", "o", "-"),
@@ -343,9 +344,7 @@ def commits(results):
 def header(there, jobs, stale):
     """Return a table of the runs' commit, machine, command and time, with the missing runs and those of older code."""
     lines = [line for r in there for line in (r.environment.get("uncommitted") or "").splitlines()]
-    changed = sorted(
-        {p for line in lines if (p := line.split()[-1]).startswith(("train_", "common/", "tools/", "runs/"))}
-    )
+    changed = sorted({p for line in lines if (p := line.split()[-1]).startswith(CODE)})
     clean = ", clean" * all(r.environment.get("uncommitted") is not None for r in there)  # None: unknown, without git
     newest = max(there, key=lambda r: r.record["finished"])
     packages = newest.environment["packages"]

@@ -25,8 +25,8 @@ WIDTH, COLUMNS, LINE = 860, 96, 17  # pixels, characters of a line, pixels of a 
 def near_miss_with_signal(samples):
     """Return the first near miss whose turns have different advantages, or None."""
     for sample in samples:
-        credits = [show.credit(turn["advantage"]) for turn in sample["turns"]]
-        if sample["kind"] == "train" and show.near_miss(sample) and len(set(credits)) > 1 and max(credits) > 0:
+        credits = {show.credit(turn["advantage"]) for turn in sample["turns"]} - {None}
+        if sample["kind"] == "train" and show.near_miss(sample) and len(credits) > 1 and max(credits) > 0:
             return sample
     return None
 
@@ -34,7 +34,10 @@ def near_miss_with_signal(samples):
 def choose(path, args):
     """Return the sample that the arguments name, or the one that shows the most."""
     if args.step is None:
-        return near_miss_with_signal(show.stream(path)) or show.tutorial(show.stream(path))
+        found = near_miss_with_signal(show.stream(path)) or show.tutorial(show.stream(path))
+        if found:
+            return found
+        raise SystemExit(f"{path}: no training sample.")
     for sample in show.stream(path):
         named = (args.step, args.question or sample["question_id"], args.sample)
         if sample["kind"] == "train" and (sample["step"], sample["question_id"], sample["sample"]) == named:

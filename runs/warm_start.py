@@ -46,10 +46,12 @@ def group(trace, task):
 
 def main(args):
     from common.policy import Policy
+    from view import plan
 
     if args.task != "tiny_search" or args.protocol != "tags":
         raise SystemExit("A warm start needs --task tiny_search and --protocol tags: its traces are made for them.")
     task = tasks.load(args)
+    args = plan.fit(args, task)
     policy = Policy(args, run.setup(args, __file__)[0])
     rng, names = random.Random(args.seed), tiny_search._names()["pretraining"]
     with tqdm(range(args.steps), desc="warm start") as steps:

@@ -43,8 +43,8 @@ TINY = dict(
     eval_every=5,
     micro_tokens=8192,
 )
-EMBEDDED["tiny"] = Embedded(tiny, dict(task="tiny_search", topk=1, **TINY))
-EMBEDDED["tiny-math"] = Embedded(tiny_math, dict(task="tiny_math", **TINY))
+EMBEDDED["tiny"] = Embedded(tiny, dict(task="tiny_search", topk=1, **TINY), ("2ea0066892c7011b",))
+EMBEDDED["tiny-math"] = Embedded(tiny_math, dict(task="tiny_math", **TINY), ("bb0d91d8dc30ac80",))
 EMBEDDED["smollm2"] = Embedded(
     smollm2,
     dict(

@@ -37,7 +37,7 @@ def tiny_run(tmp_path_factory):
 
     out = tmp_path_factory.mktemp("tiny") / "run"
     words = f"--model tiny --steps 2 --questions 8 --lr 2e-3 --eval_questions 40 --out {out}"
-    commands.command("train_grpo.py", *words.split())
+    commands.here("train_grpo.py", *words.split())
     return out
 
 

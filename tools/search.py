@@ -433,3 +433,7 @@ def contents(document: Document) -> str:
     """Return a document in the format of Search-R1: its title in quotes, and its text from the second line on."""
     title = document["title"].replace("\n", " ")
     return f'"{title}"\n{document["text"]}'
+
+
+if __name__ == "__main__":
+    raise SystemExit("The retrieval server has moved: python -m tools.serve --corpus documents.jsonl")

@@ -287,7 +287,7 @@ def application(index: search.Search | Dense, args: Args) -> "FastAPI":
             str(part) for part in first["loc"][1:] if isinstance(part, str) or first["type"] != "json_invalid"
         )
         wanted = '{"queries": ["..."], "topk": 3, "return_scores": true}'
-        return answer({"detail": f"{where or 'the body'}: {first['msg']}. Expected: {wanted}."}, 422)
+        return answer({"detail": f"{where or 'the body'}: {first['msg']}. Expected is {wanted}."}, 422)
 
     @app.post("/retrieve")
     def retrieve(request: Request):  # not async: it runs in one of 40 threads while /health answers

@@ -235,7 +235,7 @@ def make(sizes: Sizes, args, card: int, world: int = 1, rank: int | None = None)
     rank = rank or args.lora_rank
     slot = lora_slot(rank)
     share = -(-args.questions // world) * args.group
-    requests = at_once(args, world)
+    requests = at_once(args.questions, args.group, world)
     tokens = max(args.micro_tokens, args.max_context)  # a longer row is a separate micro-batch
     adapter = sizes.adapter(rank)
     weights = base_bytes(sizes, item, args.load_4bit)

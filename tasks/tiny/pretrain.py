@@ -33,6 +33,7 @@ SHAPE = {
 BATCH = 32
 SHIPPED = Path(__file__).with_name("bases")
 SAMPLED = 256  # lessons hashed into the key of a base
+VERSION = 1  # raise it when the tokenizer or the training changes: the key cannot see that
 MUON_LR, ADAM_LR = 0.02, 0.006  # learning rates of the matrices; of embeddings, norms and biases
 
 
@@ -179,9 +180,9 @@ def muon(
 
 
 def key(lesson: Callable, steps: int, wording: Wording) -> str:
-    """Return a hash of everything that makes a base: hyper-parameters, prompt texts, and lessons of every stage."""
+    """Return a hash of what makes a base: VERSION, hyper-parameters, prompt texts, and lessons of every stage."""
     lessons = [lesson(random.Random(i), i / SAMPLED) for i in range(SAMPLED)]
-    made_from = [SHAPE, BATCH, MUON_LR, ADAM_LR, steps, wording.instruction, wording.around, lessons]
+    made_from = [VERSION, SHAPE, BATCH, MUON_LR, ADAM_LR, steps, wording.instruction, wording.around, lessons]
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
 
 
@@ -192,7 +193,7 @@ def base(name: str, tokenizer: Callable, lesson: Callable, steps: int, wording: 
     """
     wanted = key(lesson, steps, wording)
     shipped = SHIPPED / name / wanted
-    path = shipped if shipped.exists() else cache.cache_dir() / name / wanted
+    path = shipped if (shipped / "model.safetensors").exists() else cache.cache_dir() / name / wanted
     with contextlib.nullcontext() if path == shipped else cache.locked(path):
         if not path.exists():
             build(path, tokenizer, lesson, steps, wording)

@@ -10,6 +10,7 @@ import tasks
 import train_grpo
 from common import models, policy, run
 from common.args import parse_args
+from view import plan
 
 QUESTION = {"question": "Which town is by the river?", "answers": ["Oakford"]}
 DOCUMENT = {"id": "1", "title": "Oakford", "text": "a town by the river"}
@@ -18,7 +19,7 @@ DOCUMENT = {"id": "1", "title": "Oakford", "text": "a town by the river"}
 def start(words, script=train_grpo):
     """Do what a script does before training, without process group and engine."""
     args = parse_args(script.Args, words)
-    tasks.load(args)
+    plan.fit(args, tasks.load(args))
     if wrong := run.claim(args, run.directory(args)):
         raise SystemExit(wrong)
     policy.Policy(args)

@@ -13,6 +13,12 @@ from tasks import benchmarks, hub
 from view import tables
 
 
+def write(folder, args, name, questions, items):
+    """Write the results of one benchmark as eval.py does."""
+    lines = [line for of_system in items.values() for _, more in of_system for line in more]
+    return tables.write(folder, benchmarks.result(args, name, questions, items), lines)
+
+
 def test_a_list_takes_names_files_and_suites_each_once():
     assert benchmarks.names("gsm8k") == ["gsm8k"]
     assert benchmarks.names(" gsm8k, a/b.jsonl ,gsm8k,") == ["gsm8k", "a/b.jsonl"]
@@ -85,7 +91,7 @@ def test_a_given_corpus_replaces_that_of_every_benchmark_that_searches(qwen, que
         found = {name: getattr(task.tool, "documents", None) for name, (task, _) in benchmarks.load(args).items()}
         assert {name: some and len(some) for name, some in found.items()} == size
         for name in size:
-            tables.write(questions / name, args, name, [Question("0", "q", ["a"])], {"base": figures(1)})
+            write(questions / name, args, name, [Question("0", "q", ["a"])], {"base": figures(1)})
             used = json.loads((questions / name / "eval.json").read_text())["args"]
             assert (used["task"], used["corpus"]) == (name, given if size[name] else "")
 
@@ -123,10 +129,10 @@ def test_the_overview_has_a_row_for_each_benchmark_and_their_plain_mean(qwen, tm
     args = evaluation.parse(["--model", "tiny"])
     folders = {name: tmp_path / name for name in ("hotpotqa", "gsm8k")}
     some = [Question(str(i), f"q{i}", ["a"]) for i in range(2)]
-    tables.write(
+    write(
         folders["hotpotqa"], args, "hotpotqa", some, {"base": figures(0, 0, f1=0.5), "adapter": figures(1, 0, f1=0.75)}
     )
-    tables.write(folders["gsm8k"], args, "gsm8k", some, {"base": figures(0, 1), "adapter": figures(1, 1)})
+    write(folders["gsm8k"], args, "gsm8k", some, {"base": figures(0, 1), "adapter": figures(1, 1)})
     lines = tables.overview(tmp_path, folders).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert cells[0][1:4] == ["exact match, base", "exact match, adapter", "exact match, adapter - base"]
@@ -141,7 +147,7 @@ def test_the_overview_has_a_row_for_each_benchmark_and_their_plain_mean(qwen, tm
 def test_writing_a_benchmark_removes_the_files_of_an_earlier_attempt(tmp_path):
     args, some = evaluation.parse(["--model", "tiny"]), [Question("0", "q", ["a"])]
     (tmp_path / "samples.jsonl").write_text('{"of": "an attempt"}\n')
-    tables.write(tmp_path, args, "gsm8k", some, {"base": figures(1)})
+    write(tmp_path, args, "gsm8k", some, {"base": figures(1)})
     assert [json.loads(line) for line in open(tmp_path / "samples.jsonl")] == [{"question": 0}]
     whole = json.loads((tmp_path / "eval.json").read_text())
     assert whole["args"]["task"] == "gsm8k" and whole["figures"]["base"]["em"]["mean"] == 1
@@ -150,6 +156,6 @@ def test_writing_a_benchmark_removes_the_files_of_an_earlier_attempt(tmp_path):
 def test_finished_benchmarks_are_kept_and_can_be_resumed(tmp_path):
     args, some = evaluation.parse(["--model", "tiny", "--out", str(tmp_path / "run")]), [Question("0", "q", ["a"])]
     assert run.saved_progress(tmp_path / "run") is None
-    tables.write(tmp_path / "run" / "gsm8k", args, "gsm8k", some, {"base": figures(1)})
+    write(tmp_path / "run" / "gsm8k", args, "gsm8k", some, {"base": figures(1)})
     assert run.saved_progress(tmp_path / "run") == "benchmarks"
     assert "continue it with --resume" in run.claim(args, tmp_path / "run")

@@ -98,7 +98,9 @@ def hotpot(tmp_path_factory):
     hub_rows.write_hotpot(folder / "hub")
     hub, out = {"TURNWISE_DATA": str(folder / "hub")}, folder / "run"
     words = f"--model tiny --task hotpotqa --steps 2 --questions 4 --group 4 --max_context 1024 --eval_questions 8 --out {out}"
-    commands.command("train_tspo.py", *words.split(), env=hub)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TURNWISE_DATA", hub["TURNWISE_DATA"])
+        commands.here("train_tspo.py", *words.split())
     return hub, out
 
 

@@ -107,7 +107,7 @@ def test_shared_fields_have_the_defaults_of_training():
     theirs = {f.name: f.default for f in dataclasses.fields(train_grpo.Args)}
     assert {k: v for k, v in ours.items() if k in theirs} == {k: v for k, v in theirs.items() if k in ours}
     assert set(ours) - set(theirs) == {"systems", "split", "samples", "decoding", "top_p"}
-    source = (ROOT / "eval.py").read_text()
+    source = (ROOT / "eval.py").read_text() + (ROOT / "common" / "args.py").read_text()
     for name in ours:
         place = source.index(f"    {name}: ")
         assert source[place:].splitlines()[1].strip().startswith('"""'), name

@@ -40,7 +40,7 @@ def test_enlarging_reaches_parameters_on_a_gpu():
 
 def plain_logps(model, ids, temperature=1.0):
     """Return log p(ids[t] | ids[:t]) from a plain forward pass of one row; 0 at t = 0."""
-    logits = model(input_ids=torch.tensor([ids]), segments=[(0, len(ids), [])]).logits[0].float() / temperature
+    logits = model(input_ids=torch.tensor([ids]), segments=[(0, len(ids))]).logits[0].float() / temperature
     logps = logits[:-1].log_softmax(-1).gather(-1, torch.tensor(ids)[1:, None])[:, 0]
     return torch.cat([torch.zeros(1), logps])
 

@@ -36,7 +36,7 @@ def runs(request, tmp_path_factory):
     for ranks in (1, 2):
         out = tmp_path_factory.mktemp("run") / f"of{ranks}"
         words = f"{request.param} --model tiny --steps 3 --eval_questions 5 --eval_every 0 --out {out}"
-        commands.command(*words.split(), ranks=ranks)
+        commands.here(*words.split()) if ranks == 1 else commands.command(*words.split(), ranks=ranks)
         found.append((commands.read_lines(out / "metrics.jsonl"), commands.read_lines(out / "samples.jsonl")))
     return found
 

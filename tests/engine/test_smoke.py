@@ -125,7 +125,7 @@ def stripped(tmp_path_factory):
     folder, found = tmp_path_factory.mktemp("stripped"), {}
     for script in SCRIPTS:
         words = f"{script} --model tiny --context strip_think --steps 2 --questions 4 --eval_questions 4 --eval_every 0"
-        commands.command(*words.split(), "--lr", "2e-3", "--out", folder / script)
+        commands.here(*words.split(), "--lr", "2e-3", "--out", folder / script)
         found[script] = commands.read_lines(folder / script / "metrics.jsonl")
         for sample in commands.read_lines(folder / script / "samples.jsonl"):
             assert all("<think>" in turn["text"] for turn in sample["turns"])  # there is something to strip

@@ -7,8 +7,6 @@ import json
 import sys
 from pathlib import Path
 
-from common.args import parse_args
-
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
@@ -19,6 +17,7 @@ def main(model, out, *flags):
     import tasks
     import train_grpo
     from common import run
+    from common.args import parse_args
     from common.policy import Policy
     from common.rollout import Engine
 

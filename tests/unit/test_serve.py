@@ -173,7 +173,7 @@ def test_a_bad_request_gets_an_explanation(server, body, words):
     answer = requests.post(f"{server}/retrieve", data=body, headers={"Content-Type": "application/json"}, timeout=30)
     assert answer.status_code == 422
     detail = answer.json()["detail"]
-    assert detail.endswith('Expected: {"queries": ["..."], "topk": 3, "return_scores": true}.') and "\n" not in detail
+    assert detail.endswith('Expected is {"queries": ["..."], "topk": 3, "return_scores": true}.') and "\n" not in detail
     assert re.match(words, detail), detail
     assert requests.get(f"{server}/retrieve", timeout=30).status_code == 405
     assert requests.post(f"{server}/other", json={}, timeout=30).status_code == 404
