@@ -19,6 +19,8 @@ from common.batch import pack  # noqa: E402
 from common.log import METRICS  # noqa: E402
 from common.turns import Group, Question, Trajectory, Turn  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 BEFORE = 0.2
 
 

@@ -423,6 +423,7 @@ def elsewhere(tmp_path, *names, **environment):
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_without_the_hub_a_set_is_refused_and_a_folder_takes_its_place(tmp_path):
     hub_rows.write(tmp_path / "hub", "gsm8k")
     (tmp_path / "hf/datasets/RUC-NLPIR___flash_rag_datasets/nq/0.0.0/0").mkdir(parents=True)  # only nq is in the cache
@@ -456,6 +457,7 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_a_gated_set_is_refused_with_the_way_to_it_and_an_unknown_one_with_its_page(tmp_path):
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -20,6 +20,8 @@ from common.environment import Failed, Lost
 from tools import python
 from tools.python import Python
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534
 SECRET = "token-7391"  # in the environment of the process that has the tool

@@ -19,6 +19,8 @@ from common.environment import Lost
 from tools import search
 from tools.search import PROBE, Retriever, Search
 
+pytestmark = pytest.mark.slow
+
 DOCUMENTS = [
     {"id": "0", "title": "Town", "text": "Homes of a person or two."},  # the probe finds it
     {"id": "1", "title": '"Ada" and "Bo"', "text": "Two lines about Ada:\nAda is  tall.\r\n"},

@@ -437,6 +437,7 @@ def ended(tmp_path, body, more="", number=None, gone=False, again=None):
     return code, "" if gone else os.read(reader, 100_000).decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("gone", [False, True])
 def test_a_signal_saves_and_ends_also_with_a_blocked_main_thread_and_a_closed_output(tmp_path, number, gone):
@@ -447,29 +448,34 @@ def test_a_signal_saves_and_ends_also_with_a_blocked_main_thread_and_a_closed_ou
     assert gone or text.endswith("\nGo on with: --resume\n")
 
 
+@pytest.mark.slow
 def test_a_process_ends_although_the_lock_of_the_progress_bar_is_never_released(tmp_path):
     """Hold the lock, as a thread does that died while it printed to a broken pipe."""
     body = "from tqdm import tqdm; tqdm.get_lock().acquire(); time.sleep(600)"
     assert ended(tmp_path, body, "", signal.SIGINT)[0] == 128 + signal.SIGINT and (tmp_path / "saved").exists()
 
 
+@pytest.mark.slow
 def test_an_error_saves_too_and_exits_with_1(tmp_path):
     code, text = ended(tmp_path, "raise ValueError('no index')")
     assert code == 1 and (tmp_path / "saved").exists()
     assert text.endswith("ValueError: no index\n\nGo on with: --resume\n") and "Traceback" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop, code, said", [("'--group 1: no'", 1, "--group 1: no\n"), ("3", 3, ""), ("None", 0, "")])
 def test_an_exit_keeps_its_code_and_has_no_traceback(tmp_path, stop, code, said):
     found, text = ended(tmp_path, f"raise SystemExit({stop})")
     assert (found, text.split()) == (code, f"{said} Go on with: --resume".split())
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_a_save_that_hangs(tmp_path):
     code, text = ended(tmp_path, "time.sleep(600)", "time.sleep(600)", signal.SIGINT, again=6)
     assert code == 128 + signal.SIGINT and "Repeat after 3 s" in text and "Go on with" not in text
 
 
+@pytest.mark.slow
 def test_a_signal_to_a_process_that_a_tool_forked_ends_only_that_process(tmp_path):
     body = (
         "import multiprocessing as m; p = m.get_context('fork').Process(target=time.sleep, args=(600,)); p.start(); time.sleep(0.3);"
@@ -478,6 +484,7 @@ def test_a_signal_to_a_process_that_a_tool_forked_ends_only_that_process(tmp_pat
     assert ended(tmp_path, body)[0] == 5 and (tmp_path / "child").read_text() == str(-signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_a_rank_whose_torchrun_is_gone_saves_completely_and_ends(tmp_path):
     """Kill the parent of a rank whose save takes longer than several checks of the parent."""
     child = ENDING.format(

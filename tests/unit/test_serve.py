@@ -21,6 +21,8 @@ from test_retriever import DOCUMENTS, WORDS, ask, free_port, number
 from tools import serve
 from tools.search import Retriever, Search, contents, read_corpus
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 HALF = {"id": "half", "title": "surrogate\npair", "text": "half \ud83d of it"}
 

@@ -317,6 +317,7 @@ def long_run(tmp_path_factory):
     return at
 
 
+@pytest.mark.slow
 def test_the_page_of_a_long_run_stays_below_5_mb_and_shows_every_step(long_run):
     page, data = page_of(long_run)
     assert len(page.encode()) < 5_000_000

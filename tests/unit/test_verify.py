@@ -275,6 +275,7 @@ def test_a_tower_of_powers_never_reaches_the_worker(monkeypatch, tower):
     assert not equality.equal(tower, ["\\sqrt{3}"]) and not equality.equal("\\sqrt{3}", [tower])
 
 
+@pytest.mark.slow
 def test_an_endless_comparison_is_killed_and_the_next_one_works(monkeypatch):
     assert equality.equal("\\sqrt{9}", ["3"])
     first = equality.WORKER.process.pid
@@ -301,6 +302,7 @@ def test_without_a_worker_only_numbers_are_right(monkeypatch):
     assert not equality.equal("\\sqrt{9}", ["3"]) and equality.equal("3.0", ["3"])
 
 
+@pytest.mark.slow
 def test_threads_get_the_answers_to_their_own_questions():
     before = threading.active_count()
     with ThreadPoolExecutor(8) as pool:
@@ -309,6 +311,7 @@ def test_threads_get_the_answers_to_their_own_questions():
     assert threading.active_count() <= before
 
 
+@pytest.mark.slow
 def test_the_worker_dies_with_its_parent():
     """Kill the parent in the middle of a comparison. The worker ends by its own timeout at the latest."""
     code = (
