@@ -86,8 +86,11 @@ def install(name, python):
     pip = [os.path.join(VENV, "bin", "python"), "-m", "pip"]
     command = [*pip, "install", "--disable-pip-version-check", "-r", os.path.join(HERE, name)]
     failed = subprocess.run(command, stderr=subprocess.PIPE if name == "requirements-cpu.txt" else None).returncode
-    if failed and name == "requirements-cpu.txt":  # torch's CPU build is in PyTorch's own index
-        failed = subprocess.run([*command, "--extra-index-url", TORCH_CPU_INDEX]).returncode
+    if failed and name == "requirements-cpu.txt":  # torch's CPU build is in PyTorch's own index; all else is not asked there
+        with open(os.path.join(HERE, name)) as file:
+            torch = [line.strip() for line in file if line.startswith("torch==")]
+        failed = subprocess.run([*pip, "install", *torch, "--index-url", TORCH_CPU_INDEX]).returncode
+        failed = failed or subprocess.run(command).returncode
     if failed:
         stop(
             f"the packages of {name} could not be installed; pip's message is above. If a download failed, run make setup again."

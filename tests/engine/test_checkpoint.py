@@ -317,7 +317,9 @@ def same(a, b):
     assert one["questions"] == two["questions"] == 18
 
 
-@pytest.mark.parametrize("script, ranks", [("train_grpo.py", 2), ("train_rtpo.py", 1)])
+@pytest.mark.parametrize(
+    "script, ranks", [("train_grpo.py", 2), pytest.param("train_rtpo.py", 1, marks=pytest.mark.sweep)]
+)
 def test_a_run_killed_in_the_middle_of_step_4_resumes_bit_for_bit(words, tmp_path, script, ranks):
     words = [script, *words[1:]]
     straight, killed = str(tmp_path / "straight"), str(tmp_path / "killed")

@@ -1,5 +1,7 @@
 """eval.py: its figures by hand, the source of its arguments, and the same figures as in training."""
 
+import contextlib
+import io
 import json
 import random
 from pathlib import Path
@@ -236,9 +238,14 @@ def evaluated(tiny_run, tmp_path_factory):
     found = {}
     for ranks in (1, 2):
         folder = tmp_path_factory.mktemp("eval") / f"of{ranks}"
-        done = commands.command("eval.py", *words_for(tiny_run, folder), ranks=ranks)
+        words, printed = words_for(tiny_run, folder), io.StringIO()
+        if ranks == 1:
+            with contextlib.redirect_stdout(printed):
+                evaluation.main(evaluation.parse(words))
+        else:
+            printed.write(commands.command("eval.py", *words, ranks=ranks).stdout)
         whole = json.loads((folder / "eval.json").read_text())
-        found[ranks] = folder, whole, commands.read_lines(folder / "samples.jsonl"), done.stdout
+        found[ranks] = folder, whole, commands.read_lines(folder / "samples.jsonl"), printed.getvalue()
     return found
 
 

@@ -39,7 +39,7 @@ class Game(Environment):
         trajectory.outcome = float(sum(i for t in trajectory.turns for i in t.action_ids) % 2)
 
 
-@pytest.mark.parametrize("strip", [0, 2])
+@pytest.mark.parametrize("strip", [2, pytest.param(0, marks=pytest.mark.sweep)])
 def test_siblings_continue_their_trunk_with_the_newest_policy(make_args, tmp_path, strip):
     """Strip that many ids of each earlier turn from later contexts."""
     from common import ranks, run

@@ -110,7 +110,9 @@ def published_sizes(published):
     return {name: plan.sizes(empty_model(path)) for name, path in published.items()}
 
 
-@pytest.fixture(scope="module", params=["qwen2", "llama", "qwen3"])
+@pytest.fixture(
+    scope="module", params=["qwen2", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("llama", "qwen3"))]
+)
 def small(request, tmp_path_factory):
     """Return the folder of a small random model with grouped heads, whose head_dim is not hidden / heads."""
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config

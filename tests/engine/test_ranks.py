@@ -28,7 +28,10 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(results
     assert all(r["unchanged"] for r in results[1])
 
 
-@pytest.fixture(scope="module", params=["train_grpo.py --questions 1", "train_rtpo.py --questions 3"])
+@pytest.fixture(
+    scope="module",
+    params=["train_rtpo.py --questions 3", pytest.param("train_grpo.py --questions 1", marks=pytest.mark.sweep)],
+)
 def runs(request, tmp_path_factory):
     """Return (metrics, samples) of the tiny model on one rank and on two. GRPO: in each step one of two ranks has no
     question. RTPO: one rank has the boundaries of two questions, the other those of one, and not at every turn."""

@@ -121,7 +121,13 @@ def made(mode):
             pytest.skip(str(stop))
 
 
-@pytest.fixture(scope="module", params=[*SANDBOXES, "--unsafe_python"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(pytest.param(one, marks=pytest.mark.sweep if "normal" in one else ()) for one in SANDBOXES),
+        "--unsafe_python",
+    ],
+)
 def mode(request):
     return request.param
 
