@@ -100,7 +100,9 @@ def main():
     args = parser.parse_args()
     sample = choose(args.folder / "samples.jsonl", args)
     (ROOT / "docs" / "trajectory.svg").write_text(svg(sample), encoding="utf-8")
-    show.curve(list(show.stream(args.folder / "metrics.jsonl")), ROOT / "docs" / "curve.png")
+    show.curve(
+        list(show.stream(args.folder / "metrics.jsonl")), ROOT / "docs" / "curve.png", args.folder.resolve().name
+    )
     begun = json.loads((args.folder / "environment.json").read_text())
     print(
         f"step {sample['step']}, question {sample['question_id']}, sample {sample['sample']}; commit {begun['commit']}"

@@ -225,7 +225,7 @@ def summary(folder: str | Path, tokenizer) -> None:
     sys.stdout.flush()
 
 
-def curve(metrics: list[dict], path: Path) -> Path:
+def curve(metrics: list[dict], path: Path, title: str | None = None) -> Path:
     """Draw held-out exact match and training reward over steps as a PNG. Returns its path."""
     import matplotlib
 
@@ -239,7 +239,7 @@ def curve(metrics: list[dict], path: Path) -> Path:
     ):
         points = [(line["step"], line[key]) for line in metrics if line[key] is not None]
         axes.plot(*zip(*points), style, label=label)
-    axes.set(xlabel="step", ylim=(0, 1), title=path.parent.name)
+    axes.set(xlabel="step", ylim=(0, 1), title=title or path.parent.name)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.tight_layout()
