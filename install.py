@@ -86,7 +86,9 @@ def install(name, python):
     pip = [os.path.join(VENV, "bin", "python"), "-m", "pip"]
     command = [*pip, "install", "--disable-pip-version-check", "-r", os.path.join(HERE, name)]
     failed = subprocess.run(command, stderr=subprocess.PIPE if name == "requirements-cpu.txt" else None).returncode
-    if failed and name == "requirements-cpu.txt":  # torch's CPU build is in PyTorch's own index; all else is not asked there
+    if (
+        failed and name == "requirements-cpu.txt"
+    ):  # torch's CPU build is in PyTorch's own index; all else is not asked there
         with open(os.path.join(HERE, name)) as file:
             torch = [line.strip() for line in file if line.startswith("torch==")]
         failed = subprocess.run([*pip, "install", *torch, "--index-url", TORCH_CPU_INDEX]).returncode
