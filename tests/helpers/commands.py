@@ -37,6 +37,17 @@ def command(*words, ranks=1, check=True, env=None):
     return done
 
 
+def known_to_git(*patterns):
+    """Return the files that git tracks (a user's copy of a script is none); without git all but the environment and runs."""
+    command = ["git", "ls-files", *patterns]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    names = done.stdout.split()
+    if done.returncode:
+        found = (path for pattern in patterns for path in ROOT.glob(pattern if "/" in pattern else f"**/{pattern}"))
+        names = [str(path.relative_to(ROOT)) for path in found]
+    return sorted(name for name in names if (ROOT / name).is_file() and not name.startswith((".venv/", "out/")))
+
+
 def here(script, *words):
     """Run a training script's main in this process: the libraries are imported already, so it takes half the time."""
     from common.args import parse_args

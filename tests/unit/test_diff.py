@@ -14,24 +14,19 @@ import difflib
 import importlib
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]  # also as a program: --fix
+
+import commands  # noqa: E402
+
 REFERENCE = "train_grpo.py"
 ALGORITHM = "    # ---- algorithm\n"
-
-
-def known_to_git(*patterns):
-    """Return the files that git tracks, which excludes a user's copy of a script."""
-    done = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
-    return done.stdout.split()
-
-
-SCRIPTS = tuple(name for name in known_to_git("train_*.py", "more/train_*.py") if name != REFERENCE)
+SCRIPTS = tuple(name for name in commands.known_to_git("train_*.py", "more/train_*.py") if name != REFERENCE)
 
 
 def blocks(source):
@@ -189,7 +184,7 @@ def test_the_diff_in_the_readme_is_that_of_the_script():
 
 
 def test_every_link_of_the_pages_leads_to_a_file():
-    for name in known_to_git("README.md", "CHANGELOG.md", "docs/*.md"):
+    for name in commands.known_to_git("README.md", "CHANGELOG.md", "docs/*.md"):
         for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", read(name)):
             assert (ROOT / name).parent.joinpath(target).exists(), f"{name}: {target}"
 

@@ -3,10 +3,10 @@
 import ast
 import io
 import re
-import subprocess
 import tokenize
 from pathlib import Path
 
+import commands
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,14 +16,7 @@ QUOTED = {("tools/simulate.py", "stands on one line of its own")}
 
 
 def files(*patterns):
-    done = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", *patterns],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return [name for name in done.stdout.split() if (ROOT / name).exists() and not name.startswith("tests/old_run/")]
+    return [name for name in commands.known_to_git(*patterns) if not name.startswith("tests/old_run/")]
 
 
 def prose(name):
