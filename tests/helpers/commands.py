@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,8 +44,8 @@ def known_to_git(*patterns):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     names = done.stdout.split()
     if done.returncode:
-        found = (path for pattern in patterns for path in ROOT.glob(pattern if "/" in pattern else f"**/{pattern}"))
-        names = [str(path.relative_to(ROOT)) for path in found]
+        names = [str(path.relative_to(ROOT)) for path in ROOT.rglob("*")]
+        names = [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
     return sorted(name for name in names if (ROOT / name).is_file() and not name.startswith((".venv/", "out/")))
 
 
