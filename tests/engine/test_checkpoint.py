@@ -318,7 +318,7 @@ def same(a, b):
 
 
 @pytest.mark.parametrize(
-    "script, ranks", [("train_grpo.py", 2), pytest.param("train_rtpo.py", 1, marks=pytest.mark.sweep)]
+    "script, ranks", [("train_rtpo.py", 1), pytest.param("train_grpo.py", 2, marks=pytest.mark.sweep)]
 )
 def test_a_run_killed_in_the_middle_of_step_4_resumes_bit_for_bit(words, tmp_path, script, ranks):
     words = [script, *words[1:]]
