@@ -80,7 +80,7 @@ def test_our_attention_equals_the_models_own(made, qwen):
         input_ids=ids
     ).logits[0]
     with policy.model.disable_adapter():
-        ours = policy.model(input_ids=ids, segments=[(0, ids.shape[1], [])]).logits[0]
+        ours = policy.model(input_ids=ids, segments=[(0, ids.shape[1])]).logits[0]
     assert torch.allclose(own, ours, atol=1e-4)
 
 

@@ -71,7 +71,7 @@ def test_attention_within_a_segment_is_the_models_own_in_bfloat16(model):
     ids = batch.ids[: batch.segments[0].end][None].to(DEVICE)
     own = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager", dtype=torch.float32).to(DEVICE)
     with torch.no_grad(), policy.model.disable_adapter():
-        ours = policy.model(input_ids=ids, segments=[(0, ids.shape[1], [])]).logits[0].float().log_softmax(-1)
+        ours = policy.model(input_ids=ids, segments=[(0, ids.shape[1])]).logits[0].float().log_softmax(-1)
         theirs = own(input_ids=ids).logits[0].log_softmax(-1)
     assert float((ours - theirs).abs().mean()) < 0.02
 
