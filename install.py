@@ -104,7 +104,7 @@ def install(name, python):
 
 
 def main():
-    """Set up what is missing."""
+    """Create .venv unless it is up to date."""
     name = requirements()
     stamp = os.path.join(VENV, "made-from")
     if not up_to_date(stamp, name):

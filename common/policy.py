@@ -233,13 +233,10 @@ def refuse_other_base(adapter: str, path: str) -> None:
         cached = [part for part in Path(of).parts if part.startswith("models--")]
         return (cached[0].split("--")[-1] if cached else Path(of).name).lower()
 
-    embedded = models.EMBEDDED.get(Path(path).parent.name)  # .../tiny/<hash>
-    if base and embedded and name(base) in embedded.former:
-        run.notice(
-            f"--adapter {adapter}: trained on the base that an earlier version built. Figures can differ on this one."
-        )
+    if not base or name(base) == name(path):
         return
-    if base and name(base) != name(path):
+    embedded = models.EMBEDDED.get(Path(path).parent.name)  # .../tiny/<hash>
+    if not embedded or name(base) not in embedded.former:
         raise SystemExit(
             f"--adapter {adapter}: trained on {base}, not on {path}. If they are the same model under another name, "
             "change base_model_name_or_path in its adapter_config.json."

@@ -7,7 +7,9 @@ import shlex
 import statistics
 from collections import Counter
 
-CODE = ("train_", "runs/", "common/", "tasks/", "tools/", "view/")  # what a result follows from
+from common import run
+
+CODE = ("train_", "runs/", *(f"{package}/" for package in run.PACKAGES))  # what a result follows from
 MISMATCH = "GRPO trained on the full history"
 LOOKS = {  # colour (Okabe and Ito's palette, safe for colour-blind readers), marker, line
     "GRPO": ("#000000", "o", "-"),
