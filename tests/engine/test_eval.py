@@ -1,7 +1,5 @@
 """eval.py: its figures by hand, the source of its arguments, and the same figures as in training."""
 
-import contextlib
-import io
 import json
 import random
 from pathlib import Path
@@ -234,53 +232,52 @@ def words_for(run, out):
 
 @pytest.fixture(scope="module")
 def evaluated(tiny_run, tmp_path_factory):
-    """Evaluate the adapter of tiny_run on 1 rank and on 2. Returns {ranks: (folder, eval.json, samples, stdout)}."""
-    found = {}
-    for ranks in (1, 2):
-        folder = tmp_path_factory.mktemp("eval") / f"of{ranks}"
-        words, printed = words_for(tiny_run, folder), io.StringIO()
-        if ranks == 1:
-            with contextlib.redirect_stdout(printed):
-                evaluation.main(evaluation.parse(words))
-        else:
-            printed.write(commands.command("eval.py", *words, ranks=ranks).stdout)
-        whole = json.loads((folder / "eval.json").read_text())
-        found[ranks] = folder, whole, commands.read_lines(folder / "samples.jsonl"), printed.getvalue()
-    return found
+    """Evaluate the adapter of tiny_run. Returns (folder, eval.json, samples, printed text)."""
+    folder = tmp_path_factory.mktemp("eval") / "run"
+    printed = commands.here("eval.py", *words_for(tiny_run, folder))
+    whole = json.loads((folder / "eval.json").read_text())
+    return folder, whole, commands.read_lines(folder / "samples.jsonl"), printed
 
 
 def test_an_evaluation_has_the_figures_and_texts_of_training(evaluated, tiny_run):
     before, *_, after = commands.read_lines(tiny_run / "metrics.jsonl")
     theirs = commands.read_lines(tiny_run / "samples.jsonl")
-    _, whole, ours, _ = evaluated[1]
+    _, whole, ours, _ = evaluated
     for system, line, step in (("base", before, 0), ("adapter", after, 2)):
         for key in ("em", "turns", "tool_calls", "tool_used"):
             assert whole["figures"][system][key]["mean"] == line[f"eval/{key}"], (system, key)
         assert whole["figures"][system]["f1"]["mean"] == pytest.approx(line["eval/f1"], abs=1e-12)
         greedy = texts(ours, kind=f"{system} greedy")
-        assert len(greedy) == 40 and greedy == texts(theirs, kind="eval", step=step)
+        assert len(greedy) == 32 and greedy == texts(theirs, kind="eval", step=step)
     assert texts(ours, kind="base greedy") != texts(ours, kind="adapter greedy")
 
 
-def test_neither_a_second_rank_nor_a_repetition_changes_an_evaluation(evaluated):
-    (_, one, samples, _), (_, two, others, _) = evaluated.values()
-    assert samples == others and one["figures"] == two["figures"]
+def test_neither_a_second_rank_nor_a_limit_changes_an_evaluation(evaluated, tiny_run, tmp_path):
+    """Evaluate the first five questions on two ranks: three on one, two on the other."""
+    _, whole, samples, _ = evaluated
+    again = commands.command("eval.py", *words_for(tiny_run, tmp_path / "run"), "--limit", "5", ranks=2)
+    few = json.loads((tmp_path / "run" / "eval.json").read_text())
+    assert few["questions"] == whole["questions"][:5]
+    ids = {sample["question_id"] for sample in commands.read_lines(tmp_path / "run" / "samples.jsonl")}
+    assert len(ids) == 5
+    assert commands.read_lines(tmp_path / "run" / "samples.jsonl") == [s for s in samples if s["question_id"] in ids]
+    assert (tmp_path / "run" / "eval.md").read_text() in again.stdout
 
 
 def test_two_samples_of_a_question_differ_and_give_pass_at_k(evaluated):
-    _, whole, lines, _ = evaluated[1]
+    _, whole, lines, _ = evaluated
     for system in ("base", "adapter"):
         sampled = texts(lines, kind=f"{system} sampled")
-        assert len(sampled) == 80 and sum(sampled[q, 0] != sampled[q, 1] for q, _ in sampled) > 20
-    assert {"pass@1", "pass@2"} <= set(whole["figures"]["adapter - base"]) and len(whole["questions"]) == 40
+        assert len(sampled) == 64 and sum(sampled[q, 0] != sampled[q, 1] for q, _ in sampled) > 16
+    assert {"pass@1", "pass@2"} <= set(whole["figures"]["adapter - base"]) and len(whole["questions"]) == 32
     assert whole["figures"]["base"]["em"]["mean"] > 0 and whole["figures"]["base"]["pass@2"]["mean"] > 0
 
 
 def test_the_table_of_an_evaluation_is_written_and_printed(evaluated):
-    text = (evaluated[1][0] / "eval.md").read_text()
-    assert "| exact match |" in text and text in evaluated[2][3]
+    text = (evaluated[0] / "eval.md").read_text()
+    assert "| exact match |" in text and text in evaluated[3]
 
 
 def test_an_evaluation_is_not_overwritten(evaluated, tiny_run):
-    again = commands.command("eval.py", *words_for(tiny_run, evaluated[2][0]), check=False)
-    assert again.returncode != 0 and "nothing is overwritten" in again.stderr and "Traceback" not in again.stderr
+    with pytest.raises(SystemExit, match="nothing is overwritten"):
+        commands.here("eval.py", *words_for(tiny_run, evaluated[0]))

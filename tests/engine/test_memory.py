@@ -262,8 +262,15 @@ def test_the_activations_of_a_forward_pass_match_the_plan_within_1_percent(small
     assert hidden.requires_grad
 
 
-@pytest.mark.parametrize("grad_checkpoint", [False, True])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "dtype, grad_checkpoint",
+    [
+        ("float32", False),
+        ("float32", True),
+        ("bfloat16", False),
+        pytest.param("bfloat16", True, marks=pytest.mark.sweep),
+    ],
+)
 def test_an_update_takes_as_much_as_the_plan_or_up_to_10_percent_less(small, dtype, grad_checkpoint):
     tokens = 768
     args = grpo_args(model=small, dtype=dtype, grad_checkpoint=grad_checkpoint, micro_tokens=tokens, max_context=tokens)

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-from pathlib import Path
 
 import commands
 import pytest
@@ -25,12 +24,8 @@ def files(tmp_path_factory):
     return f"--task {folder}/q.jsonl --corpus {folder}/c.jsonl"
 
 
-def train(model, files, out, more=""):
-    adapters = lambda: {f for f in os.listdir("/dev/shm") if "turnwise" in f}  # noqa: E731
-    left = adapters()
-    done = commands.command("train_grpo.py", *f"--model {model} {files} {SMALL} --out {out} {more}".split())
-    assert adapters() <= left  # no published adapter is left behind
-    return done, commands.read_lines(Path(out) / "metrics.jsonl")
+def words_for(model, files, out):
+    return f"--model {model} {files} {SMALL} --out {out}".split()
 
 
 def check(metrics):
@@ -45,9 +40,13 @@ def check(metrics):
 
 @pytest.fixture(scope="module")
 def finished(qwen, files, tmp_path_factory):
-    """Train the random model. Returns (run directory, finished process, metrics)."""
+    """Train the random model as a user does. Returns (run directory, finished process, metrics)."""
     out = tmp_path_factory.mktemp("finished") / "run"
-    return out, *train(qwen, files, out)
+    adapters = lambda: {f for f in os.listdir("/dev/shm") if "turnwise" in f}  # noqa: E731
+    left = adapters()
+    done = commands.command("train_grpo.py", *words_for(qwen, files, out))
+    assert adapters() <= left  # no published adapter is left behind
+    return out, done, commands.read_lines(out / "metrics.jsonl")
 
 
 def test_a_run_writes_its_metrics(finished):
@@ -90,19 +89,18 @@ def test_a_run_prints_its_result_and_a_trajectory(finished):
 
 
 def test_a_finished_run_is_not_overwritten(finished, qwen, files):
-    out, *_ = finished
-    again = commands.command("train_grpo.py", *f"--model {qwen} {files} {SMALL} --out {out}".split(), check=False)
-    assert again.returncode != 0 and "nothing is overwritten" in again.stderr and "Traceback" not in again.stderr
+    with pytest.raises(SystemExit, match="nothing is overwritten"):
+        commands.here("train_grpo.py", *words_for(qwen, files, finished[0]))
 
 
 def test_all_options_of_the_loss_and_the_optimizer_run_together(tmp_path):
     more = (
         "--epochs 2 --minibatches 2 --ratio sequence --average trajectory --kl_coef 0.01 --kl k2 --no-adv_std --optim adamw_8bit "
-        "--grad_checkpoint --temperature 0.8 --micro_tokens 300 --tool_workers 0 --save_every 1 --shots 1 --clip_high 0.28"
+        "--grad_checkpoint --temperature 0.8 --micro_tokens 300 --tool_workers 0 --save_every 1 --clip_high 0.28 "
+        "--max_turn_tokens 40 --questions 6"
     )
-    _, metrics = train(
-        "tiny", "--task tiny_search", tmp_path / "run", f"{more} --max_turn_tokens 40 --questions 6 --shots 0"
-    )
+    commands.here("train_grpo.py", *words_for("tiny", "--task tiny_search", tmp_path / "run"), *more.split())
+    metrics = commands.read_lines(tmp_path / "run" / "metrics.jsonl")
     check(metrics)
     assert all(1 <= line["optim/updates"] <= 4 and line["optim/grad_norm"] > 0 for line in metrics[1:])
     assert metrics[2]["loss/kl_ref"] > 0
@@ -114,7 +112,7 @@ def test_the_tiny_base_starts_between_0_15_and_0_5_and_searches(tiny_run):
     assert 0.15 <= metrics[0]["eval/em"] <= 0.5
     assert metrics[0]["eval/tool_used"] > 0.9 and metrics[1]["rollout/tool_success"] > 0.9
     samples = commands.read_lines(tiny_run / "samples.jsonl")
-    assert len({s["question_id"] for s in samples if s["kind"] == "eval"}) == 40
+    assert len({s["question_id"] for s in samples if s["kind"] == "eval"}) == 32
     trained = {s["question"] for s in samples if s["kind"] == "train"}
     assert not trained & {s["question"] for s in samples if s["kind"] == "eval"}
 
@@ -124,11 +122,11 @@ def stripped(tmp_path_factory):
     """Train the tiny model for two steps with each script, without its earlier thinking. Returns {script: metrics}."""
     folder, found = tmp_path_factory.mktemp("stripped"), {}
     for script in SCRIPTS:
-        words = f"{script} --model tiny --context strip_think --steps 2 --questions 4 --eval_questions 4 --eval_every 0"
+        words = f"{script} --model tiny --context strip_think --steps 2 --questions 4 --group 4 --eval_questions 4 --eval_every 0"
         commands.here(*words.split(), "--lr", "2e-3", "--out", folder / script)
         found[script] = commands.read_lines(folder / script / "metrics.jsonl")
-        for sample in commands.read_lines(folder / script / "samples.jsonl"):
-            assert all("<think>" in turn["text"] for turn in sample["turns"])  # there is something to strip
+        turns = [t for sample in commands.read_lines(folder / script / "samples.jsonl") for t in sample["turns"]]
+        assert sum("<think>" in turn["text"] for turn in turns) > 0.9 * len(turns)  # there is something to strip
     return found
 
 
@@ -153,4 +151,4 @@ def test_every_script_logs_the_same_metrics_but_for_its_credit(stripped):
 
 def test_the_budget_of_a_question_holds_for_every_script(stripped):
     for metrics in stripped.values():
-        assert all(0 < line["rollout/trajectories"] <= 4 * 8 for line in metrics[1:])
+        assert all(0 < line["rollout/trajectories"] <= 4 * 4 for line in metrics[1:])

@@ -1,4 +1,4 @@
-"""Run by test_gpu_engine.py for each sleep mode: start the engine, self-test, sleep, wake. Prints one line of JSON.
+"""Run by test_gpu_engine.py for each sleep mode: start the engine, self-test, sleep, wake. Prints the figures as JSON.
 
 python tests/gpu/engine_check.py MODEL OUT --sleep full [more flags of train_grpo.py]
 """
@@ -50,8 +50,8 @@ def main(model, out, *flags):
     seen["again"] = engine.self_test(policy)  # the adapter still applies
     seen["total"] = 0 if device.type == "cpu" else torch.cuda.mem_get_info()[1]
     seen["weights"] = sum(p.numel() * p.element_size() for p in policy.model.get_base_model().parameters())
-    print("SEEN " + json.dumps(seen))
+    return seen
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print("SEEN " + json.dumps(main(*sys.argv[1:])))

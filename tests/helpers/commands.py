@@ -1,7 +1,9 @@
 """Runs the project's commands in a subprocess, as a user does."""
 
+import contextlib
 import gc
 import importlib
+import io
 import json
 import os
 import subprocess
@@ -50,12 +52,15 @@ def known_to_git(*patterns):
 
 
 def here(script, *words):
-    """Run a training script's main in this process: the libraries are imported already, so it takes half the time."""
+    """Run a script's main in this process: the libraries are imported already, so it takes half the time. Returns what
+    it prints."""
     from common.args import parse_args
 
-    module = importlib.import_module(script.removesuffix(".py"))
-    module.main(parse_args(module.Args, [str(word) for word in words]))
+    module, words, printed = importlib.import_module(script.removesuffix(".py")), list(map(str, words)), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        module.main(module.parse(words) if script == "eval.py" else parse_args(module.Args, words))
     gc.collect()  # the engine's memory
+    return printed.getvalue()
 
 
 def read_lines(path):

@@ -1,6 +1,5 @@
-"""Run by test_ranks.py, alone or under torchrun: the gradient of an optimizer step over each rank's share of groups."""
+"""Used by test_ranks.py, alone or under torchrun: the gradient of an optimizer step over each rank's share of groups."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from common.policy import Policy  # noqa: E402
 
 
 def main(model, target):
-    torch.set_num_threads(1)
     if ranks.world_size() > 1:
         dist.init_process_group("gloo")
     args = train_grpo.Args(model=model, lora_rank=8, lora_alpha=16, lr=1e-3, kl_coef=0.1, max_context=1024)
@@ -52,5 +50,5 @@ def main(model, target):
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("RANK", "0")
+    torch.set_num_threads(1)
     main(*sys.argv[1:])
