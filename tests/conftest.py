@@ -1,5 +1,6 @@
 """Fixtures for all tests: small random models, a finished run, and small arguments of train_grpo.py."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -40,6 +41,27 @@ def tiny_run(tmp_path_factory):
     words = f"--model tiny --steps 2 --questions 6 --lr 2e-3 --eval_questions 32 --out {out}"
     commands.here("train_grpo.py", *words.split())
     return out
+
+
+RTPO_ON_RANKS = "train_rtpo.py --questions 3 --model tiny --steps 2 --eval_questions 5 --eval_every 0"
+EVAL_ON_RANKS = "eval.py --split dev --samples 2 --limit 5"
+
+
+@pytest.fixture(scope="session")
+def two_ranks(qwen, tiny_run, tmp_path_factory):
+    """Return the folder of what two ranks computed in one start: gradient.0 and .1 of rank_worker.py, the directories of
+    RTPO_ON_RANKS (rtpo) and EVAL_ON_RANKS for tiny_run (eval), and what they printed (printed.txt)."""
+    import commands
+
+    folder = tmp_path_factory.mktemp("two_ranks")
+    several = [
+        ["rank_worker.py", qwen, f"{folder}/gradient"],
+        [*RTPO_ON_RANKS.split(), "--out", f"{folder}/rtpo"],
+        [*EVAL_ON_RANKS.split(), "--adapter", f"{tiny_run}/adapter", "--out", f"{folder}/eval"],
+    ]
+    done = commands.command("tests/helpers/in_turn.py", *map(json.dumps, several), ranks=2)
+    (folder / "printed.txt").write_text(done.stdout)
+    return folder
 
 
 @pytest.fixture(scope="session")

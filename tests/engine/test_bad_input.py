@@ -135,7 +135,10 @@ def test_an_adapter_of_other_shapes_does_not_fit(folder, tmp_path, make_args):
         policy.Policy(make_args(adapter=str(tmp_path / "adapter")))
 
 
-@pytest.mark.parametrize("words", ["--task tiny_search --group 1", "--model gtp-5 --task tiny_search"])
+@pytest.mark.parametrize(
+    "words",
+    ["--task tiny_search --group 1", pytest.param("--model gtp-5 --task tiny_search", marks=pytest.mark.sweep)],
+)
 def test_a_refusal_exits_with_1_and_without_a_traceback(words, tmp_path):
     """Run the whole command: one refusal comes before torch is loaded, one after."""
     done = commands.command("train_grpo.py", *words.split(), "--out", tmp_path / "out", check=False)

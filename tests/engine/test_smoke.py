@@ -97,7 +97,7 @@ def test_all_options_of_the_loss_and_the_optimizer_run_together(tmp_path):
     more = (
         "--epochs 2 --minibatches 2 --ratio sequence --average trajectory --kl_coef 0.01 --kl k2 --no-adv_std --optim adamw_8bit "
         "--grad_checkpoint --temperature 0.8 --micro_tokens 300 --tool_workers 0 --save_every 1 --clip_high 0.28 "
-        "--max_turn_tokens 40 --questions 6"
+        "--max_turn_tokens 40 --questions 4"
     )
     commands.here("train_grpo.py", *words_for("tiny", "--task tiny_search", tmp_path / "run"), *more.split())
     metrics = commands.read_lines(tmp_path / "run" / "metrics.jsonl")

@@ -1,22 +1,18 @@
-"""Used by test_ranks.py, alone or under torchrun: the gradient of an optimizer step over each rank's share of groups."""
+"""The gradient of an optimizer step over each rank's share of groups, for test_ranks.py."""
 
-import sys
-from pathlib import Path
+import random_groups
+import torch
+import torch.distributed as dist
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
-
-import random_groups  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-
-import train_grpo  # noqa: E402
-from common import ranks  # noqa: E402
-from common.batch import pack  # noqa: E402
-from common.policy import Policy  # noqa: E402
+import train_grpo
+from common import ranks
+from common.batch import pack
+from common.policy import Policy
 
 
 def main(model, target):
-    if ranks.world_size() > 1:
+    """Save {(count, average): gradient, "skipped", "unchanged"} of this rank to `target`.<rank>."""
+    if ranks.world_size() > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")
     args = train_grpo.Args(model=model, lora_rank=8, lora_alpha=16, lr=1e-3, kl_coef=0.1, max_context=1024)
     torch.manual_seed(0)
@@ -45,10 +41,3 @@ def main(model, target):
     results["skipped"] = policy.step()["skipped"]
     results["unchanged"] = all(torch.equal(a, b) for a, b in zip(before, policy.parameters))
     torch.save(results, f"{target}.{ranks.rank()}")
-    if ranks.world_size() > 1:
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(*sys.argv[1:])
