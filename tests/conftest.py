@@ -43,10 +43,6 @@ def tiny_run(tmp_path_factory):
     return out
 
 
-RTPO_ON_RANKS = "train_rtpo.py --questions 3 --model tiny --steps 2 --eval_questions 5 --eval_every 0"
-EVAL_ON_RANKS = "eval.py --split dev --samples 2 --limit 5"
-
-
 @pytest.fixture(scope="session")
 def two_ranks(qwen, tiny_run, tmp_path_factory):
     """Return the folder of what two ranks computed in one start: gradient.0 and .1 of rank_worker.py, the directories of
@@ -56,8 +52,8 @@ def two_ranks(qwen, tiny_run, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_ranks")
     several = [
         ["rank_worker.py", qwen, f"{folder}/gradient"],
-        [*RTPO_ON_RANKS.split(), "--out", f"{folder}/rtpo"],
-        [*EVAL_ON_RANKS.split(), "--adapter", f"{tiny_run}/adapter", "--out", f"{folder}/eval"],
+        [*commands.RTPO_ON_RANKS.split(), "--out", f"{folder}/rtpo"],
+        [*commands.EVAL_ON_RANKS.split(), "--adapter", f"{tiny_run}/adapter", "--out", f"{folder}/eval"],
     ]
     done = commands.command("tests/helpers/in_turn.py", *map(json.dumps, several), ranks=2)
     (folder / "printed.txt").write_text(done.stdout)

@@ -4,7 +4,7 @@ import commands
 import pytest
 import rank_worker
 import torch
-from conftest import RTPO_ON_RANKS
+from commands import RTPO_ON_RANKS
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+# What two ranks compute in the fixture two_ranks
+RTPO_ON_RANKS = "train_rtpo.py --questions 3 --model tiny --steps 2 --eval_questions 5 --eval_every 0"
+EVAL_ON_RANKS = "eval.py --split dev --samples 2 --limit 5"
 
 
 def launcher(ranks=1):
