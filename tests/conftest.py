@@ -45,8 +45,8 @@ def tiny_run(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def two_ranks(qwen, tiny_run, tmp_path_factory):
-    """Return the folder of what two ranks computed in one start: gradient.0 and .1 of rank_worker.py, the directories of
-    RTPO_ON_RANKS (rtpo) and EVAL_ON_RANKS for tiny_run (eval), and what they printed (printed.txt)."""
+    """Start two ranks once for several tests. Returns a folder: rank_worker.py writes gradient.0 and gradient.1 there,
+    RTPO_ON_RANKS writes its run to rtpo, EVAL_ON_RANKS evaluates tiny_run in eval, and printed.txt has all output."""
     import commands
 
     folder = tmp_path_factory.mktemp("two_ranks")

@@ -335,7 +335,7 @@ def test_sigterm_drops_the_step_saves_the_last_one_and_the_run_resumes_bit_for_b
     assert code == 128 + signal.SIGTERM and seconds < 30
     assert "SIGTERM: saving the last finished step" in text and "Traceback" not in text
     saved = int(re.search(r"Step (\d) is saved", text)[1])  # 1, or 2 on a machine that stalls
-    assert f"--out {stopped} --resume" in text and kept(Path(stopped))[-1] == f"step-{saved}"
+    assert f"--out {stopped} --resume" in text and saved >= 1 and kept(Path(stopped))[-1] == f"step-{saved}"
     assert set(os.listdir("/dev/shm")) <= left
     resumed(words, straight, stopped)
 

@@ -122,11 +122,11 @@ def stripped(tmp_path_factory):
     """Train the tiny model for two steps with each script, without its earlier thinking. Returns {script: metrics}."""
     folder, found = tmp_path_factory.mktemp("stripped"), {}
     for script in SCRIPTS:
-        words = f"{script} --model tiny --context strip_think --steps 2 --questions 4 --group 4 --eval_questions 4 --eval_every 0"
+        words = f"{script} --model tiny --context strip_think --steps 2 --questions 4 --eval_questions 4 --eval_every 0"
         commands.here(*words.split(), "--lr", "2e-3", "--out", folder / script)
         found[script] = commands.read_lines(folder / script / "metrics.jsonl")
-        turns = [t for sample in commands.read_lines(folder / script / "samples.jsonl") for t in sample["turns"]]
-        assert sum("<think>" in turn["text"] for turn in turns) > 0.9 * len(turns)  # there is something to strip
+        for sample in commands.read_lines(folder / script / "samples.jsonl"):
+            assert all("<think>" in turn["text"] for turn in sample["turns"])  # there is something to strip
     return found
 
 
@@ -151,4 +151,4 @@ def test_every_script_logs_the_same_metrics_but_for_its_credit(stripped):
 
 def test_the_budget_of_a_question_holds_for_every_script(stripped):
     for metrics in stripped.values():
-        assert all(0 < line["rollout/trajectories"] <= 4 * 4 for line in metrics[1:])
+        assert all(0 < line["rollout/trajectories"] <= 4 * 8 for line in metrics[1:])

@@ -14,15 +14,6 @@ CUDA = torch.cuda.is_available()
 MIB = 2**20
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    import small_models
-
-    width = 512 if CUDA else 128  # many CPUs compute bfloat16 slowly
-    sizes = dict(hidden_size=width, intermediate_size=3 * width, num_attention_heads=width // 64)
-    return small_models.random_qwen(tmp_path_factory.mktemp("model"), initializer_range=0.03, **sizes)
-
-
 def check(*words):
     """Return the figures of engine_check.py: of a separate process on a GPU, where each engine needs one."""
     if not CUDA:

@@ -19,16 +19,6 @@ from view import plan
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """Return a random Qwen2 whose head_dim of 64 has a kernel everywhere."""
-    import small_models
-
-    width = 512 if torch.cuda.is_available() else 128  # many CPUs compute bfloat16 slowly
-    sizes = dict(hidden_size=width, intermediate_size=3 * width, num_attention_heads=width // 64)
-    return small_models.random_qwen(tmp_path_factory.mktemp("model"), initializer_range=0.03, **sizes)
-
-
 def make(model, scale=0.02, **changes):
     """Return a policy whose adapter is not zero."""
     options = dict(task="tiny_search", lora_rank=8, lora_alpha=16, max_context=1024, micro_tokens=1024, lr=1e-3)

@@ -1,4 +1,4 @@
-"""Runs the project's commands in a subprocess, as a user does."""
+"""Runs the project's commands in a subprocess, as a user does, or in this process, which is faster."""
 
 import contextlib
 import gc
@@ -12,7 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# What two ranks compute in the fixture two_ranks
+# The fixture two_ranks runs these commands on two ranks.
 RTPO_ON_RANKS = "train_rtpo.py --questions 3 --model tiny --steps 2 --eval_questions 5 --eval_every 0"
 EVAL_ON_RANKS = "eval.py --split dev --samples 2 --limit 5"
 
@@ -31,10 +31,9 @@ def launcher(ranks=1):
     return launch, environment | {"OMP_NUM_THREADS": str(threads)}
 
 
-def command(*words, ranks=1, check=True, env=None):
+def command(*words, ranks=1, check=True):
     """Run a script to completion. Returns the finished process; a failure shows its output."""
     launch, environment = launcher(ranks)
-    environment |= env or {}
     done = subprocess.run(
         [*launch, *map(str, words)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
