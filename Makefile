@@ -5,7 +5,10 @@
 # make sweep    set up if needed, then the checks over seeds, models and modes: docs/checked.md
 # make setup    create .venv; does nothing, at once, when it is up to date
 PYTHON ?= python3
+# On a GPU box torchrun starts a rank for each GPU, and sets the threads of each itself.
+ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
+endif
 # Files that git knows: a user's train_mine.py need not be formatted. Without git: all files.
 FILES = $(shell git ls-files '*.py' 2>/dev/null | grep . || echo .)
 

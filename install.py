@@ -3,6 +3,7 @@
 Runs under the system's Python, whatever its version: plain syntax and the standard library only.
 """
 
+import glob
 import hashlib
 import os
 import shutil
@@ -13,6 +14,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 VENV = os.path.join(HERE, ".venv")
 PYTHONS = ((3, 11), (3, 12), (3, 13))
 DRIVER = 580  # the oldest NVIDIA driver series for the CUDA 13 builds of torch and vLLM
+COMPATIBLE = "/usr/local/cuda-13*/compat/libcuda.so*"  # lets an older driver of a data-centre card run CUDA 13
 NEEDED_GB = {"requirements.txt": 20, "requirements-cpu.txt": 6}
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # vLLM requires them for images and sound. Text models need none of them, and builds that do not match torch break transformers.
@@ -37,12 +39,34 @@ def requirements():
     versions = done.stdout.split()
     if done.returncode != 0 or not versions:
         return "requirements-cpu.txt"  # nvidia-smi is installed, but there is no GPU
-    if int(versions[0].split(".")[0]) < DRIVER:
+    series = versions[0].split(".")[0]
+    if not series.isdigit():  # such as [N/A]
+        print(
+            f"setup: the NVIDIA driver's version is not known ({versions[0]}); the CUDA build needs {DRIVER} or newer."
+        )
+    elif int(series) < DRIVER and not glob.glob(COMPATIBLE):
         stop(
-            f"the NVIDIA driver is {versions[0]}, and the CUDA build needs {DRIVER} or newer: update the driver, or hide the GPU's "
-            "nvidia-smi from PATH to set up for the CPU."
+            f"the NVIDIA driver is {versions[0]}, and the CUDA build needs {DRIVER} or newer (CUDA 13). Update the driver. Where you "
+            "cannot, data-centre cards (A100, H100, L40S) also run with an older driver in a container with CUDA 13's compatibility "
+            "libraries, such as nvidia/cuda:13.0.2-devel-ubuntu24.04 (docs/gpu.md). Or hide nvidia-smi from PATH to set up for the CPU."
         )
     return "requirements.txt"
+
+
+def check_compiler(python):
+    """Exit with a message if Triton could not build its driver stub: at the first run it needs a C compiler and Python.h."""
+    code = "import sys, sysconfig; print(sysconfig.get_path('include')); print('%d.%d' % sys.version_info[:2])"
+    include, version = subprocess.run([python, "-c", code], stdout=subprocess.PIPE, text=True).stdout.split()
+    missing = []
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        missing.append("a C compiler (gcc or clang)")
+    if not os.path.exists(os.path.join(include, "Python.h")):
+        missing.append(f"the headers of Python {version} ({include}/Python.h)")
+    if missing:
+        stop(
+            f"{' and '.join(missing)} not found. Triton compiles a small file at the first run on a GPU. On Debian and Ubuntu: "
+            f"apt install gcc python{version}-dev; then run make setup again."
+        )
 
 
 def find_python():
@@ -107,6 +131,8 @@ def main():
     """Create .venv unless it is up to date."""
     name = requirements()
     stamp = os.path.join(VENV, "made-from")
+    if name == "requirements.txt":
+        check_compiler(find_python())
     if not up_to_date(stamp, name):
         install(name, find_python())
         with open(stamp, "w") as file:

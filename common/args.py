@@ -100,8 +100,9 @@ class Shared(Sampling):
     """mirror metrics to TensorBoard files in the run directory"""
     dry_run: bool = False
     """load the task, print the memory plan and the first prompt, and stop: no model is loaded"""
-    sleep: Literal["full", "kv", "none"] = "full"
-    """while training the engine parks its weights and frees its KV pages (full), frees the pages (kv), or keeps all (none)"""
+    sleep: Literal["auto", "none", "kv", "full"] = "auto"
+    """while training the engine keeps its memory (none), frees its KV pages (kv), or parks its weights too (full); auto: the first
+    of these that fits by the memory plan"""
     # ---- optimisation
     lr: float = 1e-5
     """learning rate of the LoRA weights (ours; the papers' 1e-6 is for full fine-tuning)"""
@@ -157,6 +158,8 @@ def parse_args(Args: type[Flags], argv: list[str] | None = None) -> Flags:
 
     # Set before these libraries are imported: they would warn about NUMA nodes and an optional kernel in every run.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same setting
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # rows of many lengths fragment memory
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     argv = sys.argv[1:] if argv is None else argv
     model = next((f.default for f in dataclasses.fields(Args) if f.name == "model"), "")

@@ -1,6 +1,6 @@
 """Token log-probabilities from hidden states, in chunks, and attention over packed segments."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,20 @@ def chunk_tokens(vocabulary: int, cuda: bool) -> int:
     return max(16, 2 ** (27 if cuda else 24) // vocabulary)
 
 
+def exact_product(weight: Tensor) -> Callable[..., Tensor]:
+    """Return product(x, transposed=False): x @ weight or x @ weight.T, summed and returned in float32.
+
+    Logits rounded to bfloat16 would be the largest difference between trainer and engine. vLLM computes them in the
+    same way under head_dtype="float32".
+    """
+    if weight.dtype == torch.float32:
+        return lambda x, transposed=False: x @ (weight.T if transposed else weight)
+    if weight.is_cuda:
+        return lambda x, transposed=False: torch.mm(x, weight.T if transposed else weight, out_dtype=torch.float32)
+    wide = weight.float()  # torch.mm has out_dtype on CUDA only
+    return lambda x, transposed=False: x.float() @ (wide.T if transposed else wide)
+
+
 class _TokenLogps(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, ids, temperature, moments):
@@ -23,9 +37,10 @@ class _TokenLogps(torch.autograd.Function):
         measured = {name: torch.empty_like(logps) for name in moments}
         slope = torch.empty_like(hidden) if needed else None
         chunk = chunk_tokens(len(weight), hidden.is_cuda)
+        product = exact_product(weight)
         for i in range(0, n, chunk):
             part = slice(i, i + chunk)
-            logits = (hidden[part] @ weight.T).float().div_(temperature)
+            logits = product(hidden[part], transposed=True).div_(temperature)
             log_p = logits.sub_(logits.logsumexp(-1, keepdim=True))
             logps[part] = log_p.gather(-1, ids[part, None])[:, 0]
             if needed or moments:
@@ -35,7 +50,7 @@ class _TokenLogps(torch.autograd.Function):
             if "squares" in moments:
                 measured["squares"][part] = p.square().sum(-1)
             if needed:
-                slope[part] = (weight[ids[part]] - p.to(weight.dtype) @ weight) / temperature
+                slope[part] = (weight[ids[part]] - product(p.to(weight.dtype))) / temperature
             logits = log_p = p = None  # free the memory before the next chunk
         ctx.save_for_backward(slope)
         ctx.mark_non_differentiable(*measured.values())

@@ -40,7 +40,7 @@ class Saver:
         self.folder = run.directory(args) / "checkpoints"
         self.done, self.best = None, None  # best: (held-out exact match, step)
         self.random = None  # states of each rank, from the checkpoint
-        self.state = None  # after the last finished step: (step, best, adapter, bytes of state.pt)
+        self.state = None  # after the last finished step: (step, best, adapter, content of state.pt)
         self.written, self.lock = None, threading.Lock()
         data = set(ranks.gather([task.fingerprint]))
         if ranks.from_rank_0(len(data) > 1):
@@ -69,11 +69,9 @@ class Saver:
                 "data": self.task.fingerprint,
                 "random": states,
                 "log": self.log.state(),
-                "optimizer": self.policy.optimizer.state_dict(),
+                "optimizer": in_host_memory(self.policy.optimizer.state_dict()),
             }
-            buffer = io.BytesIO()
-            torch.save(content, buffer)
-            self.state = step, best, self.policy.adapter_state(), buffer.getbuffer()
+            self.state = step, best, self.policy.adapter_state(), content
         self.done, self.best = step, best
         if better or step in (0, self.args.steps) or (self.args.save_every and step % self.args.save_every == 0):
             self.write()
@@ -91,7 +89,9 @@ class Saver:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         self.policy.save_adapter(unfinished / "adapter", adapter)
-        (unfinished / "state.pt").write_bytes(state)
+        buffer = io.BytesIO()  # torch.save to a file does not raise OSError when the disk is full
+        torch.save(state, buffer)
+        (unfinished / "state.pt").write_bytes(buffer.getbuffer())
         for path in (*self.folder.parent.glob("*.jsonl"), *unfinished.rglob("*"), unfinished):
             flush(path)
         unfinished.rename(target)
@@ -155,6 +155,15 @@ def resume_command() -> str:
     where = ["--standalone"] if nodes == 1 else ["--nnodes", str(nodes), "..."]
     launcher = ["-m", "torch.distributed.run", *where, "--nproc_per_node", os.environ["LOCAL_WORLD_SIZE"]]
     return shlex.join([sys.executable, *launcher, *words])
+
+
+def in_host_memory(state: object) -> object:
+    """Return a copy of nested dicts and lists, with its tensors in host memory."""
+    if isinstance(state, dict):
+        return {key: in_host_memory(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [in_host_memory(value) for value in state]
+    return state.detach().to("cpu", copy=True) if torch.is_tensor(state) else state
 
 
 def random_states() -> list:

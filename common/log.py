@@ -31,8 +31,8 @@ METRICS = (
     *("loss/policy", "loss/clip_frac", "loss/kl_ref"),
     *("policy/entropy", "policy/ratio_max", "policy/sampler_absdiff", "policy/sampler_maxdiff"),
     *("policy/sampler_kl", "policy/sampler_ratio", "optim/lr", "optim/grad_norm", "optim/skipped", "optim/updates"),
-    *("time/rollout", "time/update", "time/evaluate", "time/step"),
-    *("perf/tokens_per_s", "perf/trained_tokens_per_s", "perf/peak_gb"),
+    *("time/rollout", "time/update", "time/evaluate", "time/step", "time/rank_spread"),
+    *("perf/tokens_per_s", "perf/trained_tokens_per_s", "perf/peak_gb", "perf/free_gb"),
     *("perf/rss_gb", "perf/open_files", "perf/threads"),
     *("eval/em", "eval/f1", "eval/turns", "eval/tool_calls", "eval/tool_used"),
 )
@@ -60,6 +60,7 @@ class Log:
                 begun = (self.folder / "environment.json").read_bytes()  # --resume continues the same wandb run
                 name = hashlib.blake2b(begun, digest_size=8).hexdigest()
                 config = dataclasses.asdict(args)
+                ending.at_end(wandb.finish)
                 wandb.init(project="turnwise", name=self.folder.name, id=name, config=config, resume="allow")
                 self.mirrors.append(lambda line: wandb.log(line, step=line["step"]))
             if args.tensorboard:
@@ -202,8 +203,9 @@ class Log:
     def write(self, step: int, questions: int) -> dict[str, float | None]:
         """Reduce over ranks, append the line of this step (on rank 0) and return it."""
         import psutil
-        import torch
         import torch.distributed as dist
+
+        from common import memory
 
         if ranks.world_size() > 1:
             shared = [None] * ranks.world_size()
@@ -227,13 +229,7 @@ class Log:
             counts = [sums.get(key, (0, 0))[0] for sums, _ in shared]
             line[key] = counts[0] if line[key] is not None else None  # every rank counts the same updates
         self._rates(line, shared)
-        if torch.cuda.is_available():
-            line["perf/peak_gb"] = torch.cuda.max_memory_allocated() / 2**30
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            import resource
-
-            line["perf/peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        line["perf/peak_gb"], line["perf/free_gb"] = memory.peak_gb(), memory.least_free_gb()
         process = psutil.Process()
         line["perf/rss_gb"] = process.memory_info().rss / 2**30
         line["perf/open_files"], line["perf/threads"] = process.num_fds(), process.num_threads()
@@ -255,6 +251,8 @@ class Log:
             key = f"time/{name}"
             seconds = [sums[key][0] for sums, _ in shared if key in sums]
             line[key] = max(seconds) if seconds else None
+            if name == "rollout" and seconds:  # the ranks wait for the slowest one in the update
+                line["time/rank_spread"] = max(seconds) - min(seconds)
         now = time.monotonic()
         line["time/step"], self.started = now - self.started, now
         sampled, trained, trajectories = (

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
@@ -68,6 +69,11 @@ class Policy:
                 task_type="CAUSAL_LM",
             )
             self.model = get_peft_model(base, lora)  # float32 even on a bf16 base: keeps small updates
+        for module in self.model.modules():
+            if isinstance(module, BaseTunerLayer):
+                # Else PEFT casts every input of a layer to float32 and saves it; see `hidden`. Not as PEFT's context
+                # manager: checkpointing recomputes layers after its end.
+                module.cast_input_dtype_enabled = False
         recompute = train and args.grad_checkpoint
         if recompute:
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -84,6 +90,11 @@ class Policy:
             self.lr, self.grad_clip = args.lr, args.grad_clip
             self.optimizer = make_optimizer(args.optim, self.parameters, args.lr)
 
+    def adapted_layers(self) -> list[str]:
+        """Return the names of the layers that have an adapter, such as q_proj, without their place in the model."""
+        layers = (name for name, module in self.model.named_modules() if isinstance(module, BaseTunerLayer))
+        return sorted({name.rpartition(".")[2] for name in layers})
+
     @property
     def head(self) -> Tensor:
         """Return the weight (V, hidden) of the output layer."""
@@ -92,13 +103,15 @@ class Policy:
     def hidden(self, batch: Batch) -> Tensor:
         """Return the last hidden states (T, hidden) of a batch's tokens; each token attends to its own segment only."""
         decoder = self.model.get_base_model().get_decoder()
-        output = decoder(
-            input_ids=batch.ids[None].to(self.device),
-            position_ids=batch.position[None].to(self.device),
-            attention_mask=None,
-            use_cache=False,
-            segments=[(s.start, s.end) for s in batch.segments],
-        )
+        # Over a bf16 base the adapter computes in bf16, as in the engine; its weights and gradients are float32.
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            output = decoder(
+                input_ids=batch.ids[None].to(self.device),
+                position_ids=batch.position[None].to(self.device),
+                attention_mask=None,
+                use_cache=False,
+                segments=[(s.start, s.end) for s in batch.segments],
+            )
         return output.last_hidden_state[0]
 
     def logps(
@@ -168,14 +181,23 @@ class Policy:
                 p.grad = g.view_as(p).to(p.dtype)
             for group in self.optimizer.param_groups:
                 group["lr"] = self.lr * lr_scale
+            # vLLM moves this thread to a CUDA stream, and bitsandbytes' kernels run on the default one.
+            separate = self.device.type == "cuda" and not isinstance(self.optimizer, torch.optim.AdamW)
+            if separate:
+                torch.cuda.synchronize()
             self.optimizer.step()
+            if separate:
+                torch.cuda.synchronize()
         self.optimizer.zero_grad()
         return {"grad_norm": norm, "lr": self.lr * lr_scale, "skipped": float(not finite), "updates": float(moves)}
 
-    def canary(self) -> AbstractContextManager[None]:
-        """Change the adapter within the block, enough to tell the policy from its base (for the self-test)."""
+    def canary(self, strength: float) -> AbstractContextManager[None]:
+        """Add noise to the adapter within the block, to tell the policy from its base (for the self-test).
+
+        strength: standard deviation of what is added to lora_B, times the adapter's scale.
+        """
         generator = torch.Generator().manual_seed(0)
-        scale = 0.02 * self.lora_rank / self.model.peft_config["default"].lora_alpha
+        scale = strength * self.lora_rank / self.model.peft_config["default"].lora_alpha
         return self._changed(lambda weight: weight + scale * torch.randn(weight.shape, generator=generator).to(weight))
 
     def blank(self) -> AbstractContextManager[None]:
@@ -184,18 +206,17 @@ class Policy:
 
     @contextlib.contextmanager
     def _changed(self, change):
-        saved = {}
+        layers = [module for name, module in self.model.named_modules() if name.endswith("lora_B.default")]
+        saved = [layer.weight.detach().clone() for layer in layers]
         with torch.no_grad():
-            for name, module in self.model.named_modules():
-                if name.endswith("lora_B.default"):
-                    saved[name] = module.weight.detach().clone()
-                    module.weight.copy_(change(module.weight))
-            try:
-                yield
-            finally:
-                for name, module in self.model.named_modules():
-                    if name in saved:
-                        module.weight.copy_(saved[name])
+            for layer in layers:
+                layer.weight.copy_(change(layer.weight))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for layer, weight in zip(layers, saved):
+                    layer.weight.copy_(weight)
 
     def adapter_state(self) -> dict[str, Tensor]:
         """Return a copy of the adapter in host memory: {name: tensor}."""

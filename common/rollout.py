@@ -6,20 +6,21 @@ has a seed made of (run seed, step, phase, question, sample, turn), so the sched
 
 import contextlib
 import os
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
 
-from common import cpu_build, ranks, run
+from common import cpu_build, memory, ranks, run
 from common.adapters import AdapterStore
 from common.args import Sampling
-from common.batch import pack
 from common.checkpoint import random_states, set_random_states
-from common.environment import Environment, Limits
+from common.environment import Environment
 from common.loop import Loop, Rollout
+from common.self_test import Gap, run_self_test
 from common.turns import Group, Question, Trajectory
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM accepts as max_lora_rank
 MOST_AT_ONCE = 256  # concurrent generations
+IDLE_STEPS = 2  # pairs of engine steps within which an engine without requests becomes idle
 
 
 def lora_slot(rank: int) -> int:
@@ -47,18 +49,31 @@ class Engine:
 
     def __init__(self, policy: "Policy", args: Sampling):
         self.args, self.cuda = args, policy.device.type == "cuda"
-        self.sleep_mode = args.sleep if policy.optimizer else "none"  # eval.py needs no memory for training
+        self.sleep_mode = (
+            args.sleep if policy.optimizer and self.cuda else "none"
+        )  # eval.py needs no memory for training
         self.asleep = False
         self.version, self.request, self.loaded = 0, None, 0
         self.step, self.phase = 0, 0
         self.top_p = 1.0  # only eval.py changes it: training samples come from the whole distribution
         self.adapters = AdapterStore(policy, args)
+        if self.cuda and ranks.rank() == 0:
+            run.notice("starting the engine: it loads its copy of the base and records CUDA graphs (a minute or more)")
+        started, before = time.monotonic(), memory.allocated()
         # vLLM seeds python, numpy and torch when it starts: all ranks would draw the same numbers afterwards.
         with keep_random_state():
             self.llm = self._start(policy, args)
-        if self.sleep_mode != "none" and not self.cuda and ranks.rank() == 0:
-            run.notice(f"--sleep {self.sleep_mode} has no effect on a CPU: the engine keeps its memory during training")
+        memory.ENGINE_BYTES = memory.allocated() - before
+        if ranks.rank() == 0:
+            run.notice(
+                f"the engine started in {time.monotonic() - started:.0f} s, with {self.kv_tokens():,} tokens of KV cache"
+            )
         self.publish(policy)
+
+    def kv_tokens(self) -> int:
+        """Return how many tokens' keys and values the engine can hold."""
+        cache = self.llm.llm_engine.vllm_config.cache_config
+        return cache.num_gpu_blocks * cache.block_size
 
     def _start(self, policy, args):
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -66,19 +81,35 @@ class Engine:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
+        os.environ.setdefault(
+            "VLLM_USE_FLASHINFER_SAMPLER", "0"
+        )  # compiles at first use; samples need no top-k or top-p
         from vllm import LLM
 
+        options = self.options(policy, args)
+        if not self.cuda:
+            report = cpu_build.replace_lora_operator()
+            if ranks.rank() == 0:
+                run.notice(report)
+        with warnings.catch_warnings(), contextlib.nullcontext() if self.cuda else cpu_build.hidden_from_start_up():
+            warnings.simplefilter("ignore", FutureWarning)
+            return LLM(**options)
+
+    def options(self, policy: "Policy", args: Sampling) -> dict:
+        """Return the arguments of vLLM's LLM: fields of its EngineArgs."""
         step = (args.questions, args.group) if policy.optimizer else (64, 8)  # eval.py has no steps
         options = dict(
             model=policy.path,
             tokenizer=policy.path,
             dtype=str(policy.dtype).removeprefix("torch."),
+            hf_overrides={"head_dtype": "float32"},  # logits in float32, as the trainer computes them
             distributed_executor_backend="external_launcher",
             tensor_parallel_size=1,
             enable_lora=True,
             max_loras=1,
             max_cpu_loras=1,
             max_lora_rank=lora_slot(policy.lora_rank),
+            lora_target_modules=policy.adapted_layers(),  # else vLLM wraps embeddings and output layer too
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",  # after the temperature, as the trainer computes them
             generation_config="vllm",
@@ -89,22 +120,19 @@ class Engine:
             use_tqdm_on_load=False,
         )
         if self.cuda:
-            options |= dict(gpu_memory_utilization=args.gpu_memory, enable_sleep_mode=self.sleep_mode != "none")
+            # FlashInfer's tuning runs collectives over all ranks and may download kernels.
+            options |= dict(gpu_memory_utilization=args.gpu_memory, enable_flashinfer_autotune=False)
+            options |= dict(enable_sleep_mode=self.sleep_mode != "none")
             if args.load_4bit:
                 options |= dict(quantization="bitsandbytes")
         else:
-            report = cpu_build.replace_lora_operator()
-            if ranks.rank() == 0:
-                run.notice(report)
             options |= dict(
                 enforce_eager=True,
                 block_size=32,  # the default, 128, finds no prefix in short contexts
                 enable_chunked_prefill=False,  # this build crashes if it splits the prefill of a seeded request
                 max_num_batched_tokens=max(args.max_context, 8192),
             )
-        with warnings.catch_warnings(), contextlib.nullcontext() if self.cuda else cpu_build.hidden_from_start_up():
-            warnings.simplefilter("ignore", FutureWarning)
-            return LLM(**options)
+        return options
 
     def publish(self, policy: "Policy") -> None:
         """Save the policy's adapter under a new name and path; all ranks call this. The next rollout loads it."""
@@ -115,6 +143,7 @@ class Engine:
         """Load the newest adapter. Its name and path are keys of the prefix cache, so there are no stale hits."""
         from vllm.lora.request import LoRARequest
 
+        self._drain(self.llm.reset_prefix_cache)  # also because a resumed run starts with an empty cache
         if self.loaded != self.version:
             path = self.adapters.path(self.version)
             self.request = LoRARequest(f"v{self.version}", self.version, str(path))
@@ -126,24 +155,50 @@ class Engine:
 
     def sleep(self) -> None:
         """Free GPU memory for training. full: park base weights in host memory and free KV pages; kv: free pages."""
-        if not self.cuda or self.sleep_mode == "none" or self.asleep:
+        memory.note_free()
+        if self.sleep_mode == "none" or self.asleep:
             return
         if self.sleep_mode == "full":
+            self._drain(self.llm.reset_prefix_cache)
             self.llm.sleep(level=1)  # never level 2: with LoRA it leaves the adapter's buffers undefined
         else:
-            # The release needs two idle steps that flush finished ids and asynchronous work in flight.
-            self.llm.llm_engine.step()
-            self.llm.llm_engine.step()
             self.llm.sleep(level=0)
-            self.llm.release_kv_cache_memory()
+            self._drain(self._release_kv)
         self.asleep = True
 
     def wake(self) -> None:
+        memory.note_free()
         if self.asleep:
             torch.cuda.empty_cache()
             if not self.llm.wake_up() or self.llm.llm_engine.is_sleeping():
                 raise RuntimeError("the engine did not wake up: generating now would hang")
             self.asleep = False
+
+    def _drain(self, idle: Callable[[], bool]) -> None:
+        """Run engine steps until no request is left and idle() returns True. Raises RuntimeError if it never does.
+
+        Under asynchronous scheduling (vLLM's default on CUDA) a batch of finished requests is still queued after the
+        last output; two idle steps remove it.
+        """
+        engine = self.llm.llm_engine
+        while engine.has_unfinished_requests():
+            engine.step()
+        for _ in range(IDLE_STEPS):
+            engine.step()
+            engine.step()
+            if idle():
+                return
+        raise RuntimeError(f"the engine still holds requests after {2 * IDLE_STEPS} idle steps")
+
+    def _release_kv(self):
+        """Free the KV pages. Returns False while the engine is not idle."""
+        try:
+            self.llm.release_kv_cache_memory()
+        except RuntimeError as error:
+            if "completed pause" not in str(error):
+                raise
+            return False
+        return True
 
     # ---- sampling
 
@@ -189,7 +244,6 @@ class Engine:
         """Run every rollout to its end."""
         self.wake()
         self._load_newest()
-        self.llm.reset_prefix_cache()  # as in a resumed run, which starts with an empty cache
         self.phase += 1
         loop = Loop(self, task, greedy)
         with tqdm(total=len(rollouts), desc=progress, leave=False, disable=not progress or ranks.rank() > 0) as bar:
@@ -222,43 +276,9 @@ class Engine:
                 logps = [float(at[token].logprob) for token, at in zip(ids, sampled.logprobs)]
                 yield output.request_id, ids, logps, sampled.finish_reason
 
-    def self_test(self, policy: "Policy") -> float:
-        """Publish an adapter that changes the model, sample with it, and compare the log-probabilities of both sides.
-
-        Returns the mean absolute difference. Raises SystemExit above 1e-3 (float32), 0.05 (bf16, 4-bit); warns at 0.02.
-        """
-        exact = policy.dtype == torch.float32 and not self.args.load_4bit
-        limit = 1e-3 if exact else 0.05
-        with policy.canary():
-            self.publish(policy)
-            probe = Probe(policy.tokenizer, Limits(turns=1, turn_tokens=16))
-            groups = self.rollout(probe, [Question(str(i), text, []) for i, text in enumerate(probe.texts)], n=2)
-            batch = pack(groups, [[[1.0] * len(t.turns) for t in g.trajectories] for g in groups])
-            with_adapter = policy.logps(batch, grad=False)
-            without = policy.logps(batch, adapter=False, grad=False)
-        self.publish(policy)
-        on = batch.mask
-        difference = float((with_adapter - batch.sampler)[on].abs().mean())
-        to_base = float((without - batch.sampler)[on].abs().mean())
-        if not difference <= limit:
-            cause = (
-                "the engine samples from the base model: the adapter was not applied"
-                if to_base < difference / 3
-                else "they compute the model differently (weights, tokenizer, an unsupported layer, or lower precision)"
-            )
-            raise SystemExit(
-                f"Self-test failed: engine and trainer differ by {difference:.2g} nats per token on average (limit "
-                f"{limit:g}; against the base model: {to_base:.2g}). Most likely {cause}."
-            )
-        if difference > 0.02 and ranks.rank() == 0:
-            run.notice(f"warning: engine and trainer differ by {difference:.2g} nats/token; --tis_cap corrects for it")
-        return difference
-
-
-class Probe(Environment):
-    """The task of the self-test: two prompts, one generation each."""
-
-    texts = ("The quick brown fox jumps over the lazy dog and", "Question: where is the town of the river? Answer:")
+    def self_test(self, policy: "Policy") -> Gap:
+        """Compare the engine with the trainer (common/self_test.py). Raises SystemExit if they differ by more than rounding."""
+        return run_self_test(self, policy)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -33,6 +34,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("common", "tasks", "tools", "view")  # the code that is copied to the run directory
 PATIENCE = 600.0  # seconds that training retries a failed write
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS)  # these may pass
+FIRST_SECONDS = 60.0  # for the first exchange between ranks
+RESOLVED = {}  # flag -> the given value, such as auto, and the value that the run uses
 CLAIMS = []  # open lock files of run directories: released when the process ends
 
 
@@ -57,6 +60,8 @@ def launch(main: Callable, args) -> None:
         if ranks.world_size() > 1:
             text += f"\nThis was rank {ranks.rank()}. If another rank ended first, see its own message."
         ending.exit_now(1, text)
+    if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+        ending.exit_now(0)  # tearing down NCCL and the engine may hang, and everything is written
     with ending.EXITING:  # waits for another thread that is exiting
         pass
 
@@ -129,6 +134,7 @@ def setup(args, script: str) -> "tuple[torch.device, Path | None]":
         # Ranks generate at their own pace between collectives: the timeout is for a dead rank, not for a slow one.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(hours=2))
+        first_collective(device)
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(args.seed)
     folder = directory(args)
@@ -138,6 +144,36 @@ def setup(args, script: str) -> "tuple[torch.device, Path | None]":
         write_header(args, Path(script).resolve(), folder)
     dist.barrier()
     return device, last_checkpoint(folder) if args.resume else None
+
+
+def first_collective(device: "torch.device") -> None:
+    """Sum a number over all ranks. Exits with a message after FIRST_SECONDS: a broken box must not wait for two hours."""
+    import torch
+    import torch.distributed as dist
+
+    where = "NCCL" if device.type == "cuda" else "gloo"
+    failed = (
+        f"Rank {ranks.rank()}: the ranks cannot exchange data over {where}. In a container start it with --ipc=host or "
+        "--shm-size=8g. NCCL_DEBUG=INFO prints the reason; NCCL_P2P_DISABLE=1 helps on some boards without NVLink."
+    )
+    patience = threading.Timer(FIRST_SECONDS, ending.exit_now, (1, f"{failed} (No answer in {FIRST_SECONDS:.0f} s.)"))
+    patience.daemon = True
+    patience.start()
+    try:
+        box = torch.ones(1, device=device)
+        dist.all_reduce(box)
+        if box.item() != ranks.world_size():
+            raise SystemExit(f"{failed} (The sum over {ranks.world_size()} ranks is {box.item():g}.)")
+    except RuntimeError as error:
+        raise SystemExit(f"{failed} ({error})") from None
+    finally:
+        patience.cancel()
+
+
+def resolve(args, **values):
+    """Return a copy of the arguments with flags such as --sleep auto resolved. args.json keeps the given value."""
+    RESOLVED.update({name: {"given": getattr(args, name), "value": value} for name, value in values.items()})
+    return dataclasses.replace(args, **values)
 
 
 def directory(args) -> Path:
@@ -202,14 +238,14 @@ def write_header(args, script: Path, folder: Path) -> None:
             if not copy.exists() or copy.read_bytes() != part.read_bytes():
                 notice(f"warning: {copy.relative_to(folder)} has changed since the run began (old version: {copy})")
         begun = json.loads((folder / "args.json").read_text())
-        write_json(folder / "args.json", begun | dataclasses.asdict(args) | {"resume": False})
+        write_json(folder / "args.json", begun | given(args))
         notice(f"resumes after {last}: {folder}")
         return
     if args.resume:
         notice(f"{folder} ended before its first checkpoint: it starts again")
     for old in ("metrics.jsonl", "samples.jsonl"):  # from a run without a checkpoint
         (folder / old).unlink(missing_ok=True)
-    write_json(folder / "args.json", dataclasses.asdict(args) | {"resume": False})
+    write_json(folder / "args.json", given(args))
     write_json(folder / "environment.json", environment())
     shutil.copy(script, folder / script.name)
     without = shutil.ignore_patterns("__pycache__", "bases")  # the weights of the embedded models
@@ -220,6 +256,11 @@ def write_header(args, script: Path, folder: Path) -> None:
     if used:
         notice(f"preset of {args.model}: " + " ".join(f"--{k} {v}" for k, v in used.items()))
     notice(f"run directory: {folder}")
+
+
+def given(args) -> dict:
+    """Return the arguments as they were given, for args.json."""
+    return dataclasses.asdict(args) | {name: flag["given"] for name, flag in RESOLVED.items()} | {"resume": False}
 
 
 def environment() -> dict:
@@ -244,5 +285,6 @@ def environment() -> dict:
         "cores": os.cpu_count(),
         "gpus": output("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"),
         "world_size": ranks.world_size(),
+        "resolved": {name: flag["value"] for name, flag in RESOLVED.items()},
         "packages": {package: installed.get(package) for package in packages},
     }

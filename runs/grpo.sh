@@ -48,7 +48,7 @@ case $machine in
       --micro_tokens 16384  # [ours] as much as fits
       --optim adamw         # [ours] 32-bit states
       --gpu_memory 0.6      # [code] the engine's share
-      --sleep kv            # [ours] the card holds both copies of the weights
+      --sleep auto          # [ours] the first of none, kv, full that fits by the memory plan
     )
     ;;
   1x24gb)
@@ -61,7 +61,7 @@ case $machine in
       --optim adamw_8bit   # [ours] a quarter of the optimizer's memory
       --load_4bit          # [ours] for more KV pages; the plan fits without it too
       --gpu_memory 0.6     # [code] the engine's share
-      --sleep full         # [ours] frees the engine's memory for the trainer
+      --sleep auto         # [ours] the first of none, kv, full that fits by the memory plan
     )
     ;;
   *)

@@ -52,7 +52,7 @@ case $machine in
       --micro_tokens 16384    # [ours] as much as fits
       --optim adamw           # [Search-R1] left open
       --gpu_memory 0.6        # [Search-R1] the engine's share
-      --sleep full            # [ours] 27 GiB of host memory a rank
+      --sleep auto            # [ours] the first of none, kv, full that fits by the memory plan
     )
     ;;
   1x24gb)
@@ -66,7 +66,7 @@ case $machine in
       --optim adamw_8bit     # [ours] a quarter of the optimizer's memory
       --load_4bit            # [ours] two copies of 14 GiB do not fit
       --gpu_memory 0.6       # [ours] the share that the trainer leaves
-      --sleep full           # [ours] frees the engine's memory for the trainer
+      --sleep auto           # [ours] the first of none, kv, full that fits by the memory plan
     )
     ;;
   *)

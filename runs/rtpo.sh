@@ -52,7 +52,7 @@ case $machine in
       --micro_tokens 12288    # [ours] one full context
       --optim adamw           # [paper] App. E.3
       --gpu_memory 0.6        # [Search-R1] left open
-      --sleep full            # [ours] 21 GiB of host memory a rank; parked once per phase, up to 6 times per step
+      --sleep auto            # [ours] the first of none, kv, full that fits by the memory plan
     )
     ;;
   1x24gb)
@@ -67,7 +67,7 @@ case $machine in
       --optim adamw_8bit      # [ours] a quarter of the optimizer's memory
       --load_4bit             # [ours] two copies of 15 GiB do not fit
       --gpu_memory 0.6        # [ours] the share that the trainer leaves
-      --sleep full            # [ours] frees the engine's memory for the trainer
+      --sleep auto            # [ours] the first of none, kv, full that fits by the memory plan
     )
     ;;
   *)

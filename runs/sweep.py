@@ -30,11 +30,12 @@ def main():
         outcome = {"failure": "FAILED", "error": "FAILED", "skipped": "skipped"}
         result = next((outcome[child.tag] for child in case if child.tag in outcome), "holds")
         name = case.get("name").removeprefix("test_").replace("_", " ").replace("[", ": ").rstrip("]")
-        rows.append(f"| {name} | {result} | {float(case.get('time')):.0f} s |")
+        figures = "; ".join(each.get("value") for each in case.iter("property") if each.get("name") == "figures")
+        rows.append(f"| {name} | {result} | {float(case.get('time')):.0f} s | {figures} |")
     made = f"commit {commit}{' with uncommitted changes' if changed else ''}, {datetime.now(UTC):%Y-%m-%d}"
     machine = f"Python {platform.python_version()}, {platform.machine()}"
     lines = ["# Checked", "", f"Written by `make sweep`: {made}, {machine}.", ""]
-    lines += ["| property | result | time |", "|---|---|---|", *rows]
+    lines += ["| property | result | time | figures |", "|---|---|---|---|", *rows]
     PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"{PAGE.relative_to(ROOT)}: {len(rows)} checks")
     return code

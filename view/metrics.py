@@ -148,6 +148,11 @@ MEANINGS = {
     "time/update": ("seconds of packing, forward, backward and publishing, slowest rank", "", ""),
     "time/evaluate": ("seconds of evaluation, slowest rank", "", "high: raise `--eval_every`"),
     "time/step": ("seconds since the previous line", "", ""),
+    "time/rank_spread": (
+        "seconds of sampling and tools, slowest rank minus fastest: the others wait for so long",
+        "far below `time/rollout`",
+        "high: one rank has the longest trajectories or the slowest tools",
+    ),
     "perf/tokens_per_s": ("sampled tokens of all ranks / `time/rollout`", "", ""),
     "perf/trained_tokens_per_s": (
         "tokens through forward and backward, including context, of all ranks / `time/update`",
@@ -155,9 +160,14 @@ MEANINGS = {
         "",
     ),
     "perf/peak_gb": (
-        "GiB: peak GPU allocation of the step (rank 0); on a CPU, peak resident size so far",
+        "GiB: peak GPU allocation of the step without what the engine allocated at its start (rank 0); on a CPU, peak resident size so far",
         "flat",
         "grows: a leak",
+    ),
+    "perf/free_gb": (
+        "GiB: least free memory of the GPU, seen before and after sampling and at the end of the step (rank 0); null on a CPU",
+        "some GiB",
+        "near 0: the next long trajectory may run out of memory",
     ),
     "perf/rss_gb": ("GiB: resident size now (rank 0)", "flat after some steps", "grows: a leak"),
     "perf/open_files": ("open file descriptors (rank 0)", "constant", "grows: something is not closed"),

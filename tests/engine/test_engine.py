@@ -38,10 +38,23 @@ class Echo(Environment):
         return output, self.tokenizer.encode(f"\n<information> {output} </information>\n")
 
 
-@pytest.fixture(scope="module")
-def made(qwen, tmp_path_factory):
-    """Return (policy, engine, whether torch, numpy and random drew the same numbers with and without a new engine)."""
+@pytest.fixture(scope="module", params=["", "asynchronous"])
+def made(request, qwen, tmp_path_factory):
+    """Return (policy, engine, whether torch, numpy and random drew the same numbers with and without a new engine).
+
+    asynchronous: with the scheduling that vLLM has on CUDA, where outputs come a step late; its CPU build turns it off.
+    """
     import numpy
+    from vllm.platforms.cpu import CpuPlatform
+
+    own = CpuPlatform.check_and_update_config
+    forced = pytest.MonkeyPatch()
+    if request.param:
+        forced.setattr(
+            CpuPlatform,
+            "check_and_update_config",
+            classmethod(lambda cls, config: own(config) or setattr(config.scheduler_config, "async_scheduling", True)),
+        )
 
     out = str(tmp_path_factory.mktemp("engine") / "out")
     args = train_grpo.Args(
@@ -64,7 +77,13 @@ def made(qwen, tmp_path_factory):
     numpy.random.set_state(states[1])
     torch.set_rng_state(states[2])
     engine = Engine(policy, args)
+    forced.undo()
+    assert bool(core(engine).batch_queue is not None) == bool(request.param)
     yield policy, engine, expected == draw()
+
+
+def core(engine):
+    return engine.llm.llm_engine.engine_core.engine_core
 
 
 def questions(n):
@@ -94,7 +113,8 @@ def test_starting_the_engine_leaves_the_random_states_alone(made):
 def test_self_test_passes_and_leaves_the_adapter_as_it_was(made):
     policy, engine, _ = made
     before = [p.detach().clone() for p in policy.parameters]
-    assert engine.self_test(policy) < 2e-5
+    found = engine.self_test(policy)
+    assert found.difference < 2e-5 and found.to_base > 0.4 and found.tokens > 500
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters))
 
 
@@ -105,16 +125,23 @@ def test_self_test_stops_when_the_adapter_is_not_applied(made, monkeypatch):
         engine.self_test(policy)
 
 
-def test_self_test_stops_when_engine_and_trainer_compute_different_models(made, monkeypatch):
+@pytest.mark.parametrize(
+    "changed, factor, cause",
+    [
+        ("model.layers.1.mlp.down_proj.base_layer", 3.0, "compute the model differently"),
+        ("model.norm", 1.25, r"samples at another temperature: about 1\.25 instead of 1"),  # scales all logits
+    ],
+)
+def test_self_test_stops_when_engine_and_trainer_compute_different_models(made, changed, factor, cause):
     policy, engine, _ = made
-    norm = policy.model.get_base_model().model.norm.weight
-    kept = norm.detach().clone()
-    norm.data *= 1.1
+    weight = policy.model.get_base_model().get_submodule(changed).weight
+    kept = weight.detach().clone()
+    weight.data *= factor
     try:
-        with pytest.raises(SystemExit, match="compute the model differently"):
+        with pytest.raises(SystemExit, match=cause):
             engine.self_test(policy)
     finally:
-        norm.data.copy_(kept)
+        weight.data.copy_(kept)
 
 
 @pytest.mark.parametrize("temperature", [0.7, pytest.param(1.0, marks=pytest.mark.sweep)])
@@ -139,6 +166,41 @@ def test_engine_and_trainer_agree_over_versions_with_a_large_adapter_and_prefix_
     engine.args.temperature = policy.temperature = 1.0
     assert seen[0] != seen[1] != seen[2]
     assert max(cached) >= 64  # samples and turns share prompts of 90 tokens, in blocks of 32
+
+
+@pytest.mark.parametrize("mode", ["none", "kv", "full"])
+def test_the_engine_sleeps_and_wakes_and_samples_the_same(made, mode, monkeypatch):
+    """Use the real scheduler, and record the calls that would free memory. A new adapter version with the same weights
+    is loaded in every round."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    policy, engine, _ = made
+    calls = []
+    for name in ("sleep", "wake_up", "discard"):
+        record = lambda worker, *words, name=name, **options: calls.append((name, words, options))  # noqa: E731
+        monkeypatch.setattr(CPUWorker, name, record)
+    monkeypatch.setattr(engine, "sleep_mode", mode)
+    asleep = {"none": [], "kv": [("discard", (("kv_cache",),), {})], "full": [("sleep", (), {"level": 1})]}[mode]
+    seen = []
+    for _ in range(5):
+        engine.begin(2)
+        seen.append(ids(engine.rollout(Echo(policy.tokenizer, 0.01), questions(3), 2)))
+        before = len(calls)
+        engine.sleep()
+        engine.sleep()
+        assert calls[before:] == asleep
+        assert engine.llm.llm_engine.is_sleeping() == bool(asleep)
+        assert not asleep or not (core(engine).batch_queue or core(engine).scheduler.has_unfinished_requests())
+        engine.publish(policy)
+        engine.wake()
+    assert all(each == seen[0] for each in seen)
+    assert [name for name, *_ in calls].count("wake_up") == 5 * len(asleep)
+
+
+def test_an_engine_that_does_not_become_idle_is_an_error(made):
+    _, engine, _ = made
+    with pytest.raises(RuntimeError, match="still holds requests after 4 idle steps"):
+        engine._drain(lambda: False)
 
 
 def test_tool_latency_cannot_change_a_sample(made):

@@ -14,7 +14,7 @@ import torch
 import train_grpo
 from common.batch import pack
 from common.policy import Policy
-from view import plan
+from view import estimate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -110,7 +110,7 @@ def test_an_update_on_the_gpu_matches_the_plan_within_15_percent(model, grad_che
     args = train_grpo.Args(
         lora_rank=8, grad_checkpoint=grad_checkpoint, micro_tokens=tokens, max_context=1024, dtype="bfloat16"
     )
-    rows = plan.make(plan.sizes(test_memory.empty_model(model)), args, 24 * 2**30).update
+    rows = estimate.make(estimate.sizes(test_memory.empty_model(model)), args, 24 * 2**30).update
     planned = {row.name: row.bytes for row in rows}
     parts = ("trainer: activations", "trainer: last hidden states", "trainer: at the peak")
     total = planned["trainer: gradients"] // 2 + sum(planned[name] for name in parts)

@@ -57,13 +57,13 @@ def without_weights(folder):
     return str(folder)
 
 
-def random_qwen(folder, seed=0, **changes):
+def random_qwen(folder, seed=0, dtype=None, **changes):
     """Save a 2-layer Qwen2 of random weights with the tokenizer above to `folder`. Returns the folder as a string."""
     import torch
     from transformers import Qwen2ForCausalLM
 
     made = tokenizer()
     torch.manual_seed(seed)
-    Qwen2ForCausalLM(configuration(made, **changes)).save_pretrained(folder)
+    Qwen2ForCausalLM(configuration(made, **changes)).to(dtype).save_pretrained(folder)
     made.save_pretrained(folder)
     return str(folder)

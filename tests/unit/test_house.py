@@ -13,7 +13,7 @@ MAY_IMPORT = {  # folder -> our packages and modules that its files may import, 
     "view": ("tools", "common", "tasks.scores"),
 }
 LINES = {"train_grpo.py": 240, "train_tspo.py": 320, "train_gtpo.py": 320, "train_rtpo.py": 320, "eval.py": 160}
-FOLDER_LINES = {"common": 2600}
+FOLDER_LINES = {"common": 3000}
 FILE_LINES = {"common": 350, "tasks": 500, "tools": 500, "view": 500}
 
 

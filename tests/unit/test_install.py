@@ -32,6 +32,64 @@ def test_the_build_follows_from_the_gpu_and_its_driver(tmp_path, monkeypatch):
         install.requirements()
 
 
+def test_a_driver_of_an_unknown_version_is_reported_and_tried(tmp_path, monkeypatch, capsys):
+    nvidia_smi(tmp_path, monkeypatch, "[N/A]")
+    assert install.requirements() == "requirements.txt"
+    assert "version is not known ([N/A])" in capsys.readouterr().out
+
+
+def test_an_old_driver_is_accepted_beside_the_compatibility_libraries_of_cuda_13(tmp_path, monkeypatch):
+    nvidia_smi(tmp_path, monkeypatch, "550.54.15")
+    with pytest.raises(SystemExit, match="a container with CUDA 13's compatibility libraries"):
+        install.requirements()
+    library = tmp_path / "cuda-13.0/compat/libcuda.so.1"
+    library.parent.mkdir(parents=True)
+    library.write_text("")
+    monkeypatch.setattr(install, "COMPATIBLE", f"{tmp_path}/cuda-13*/compat/libcuda.so*")
+    assert install.requirements() == "requirements.txt"
+
+
+def test_a_gpu_machine_without_compiler_or_headers_is_told_what_to_install(tmp_path, monkeypatch):
+    """Check with an empty PATH, then with a Python whose include folder is empty, then with both in place."""
+    version = "{}.{}".format(*sys.version_info[:2])
+
+    def python(include):
+        """Return a fake Python that answers with an include folder."""
+        fake = tmp_path / "python"
+        fake.write_text(f"#!/bin/sh\necho {include}\necho {version}\n")
+        fake.chmod(0o755)
+        return str(fake)
+
+    headers = tmp_path / "include"
+    headers.mkdir()
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        SystemExit, match=rf"a C compiler \(gcc or clang\) and the headers of Python {version}.* apt install gcc "
+    ):
+        install.check_compiler(python(headers))
+    (headers / "Python.h").write_text("")
+    with pytest.raises(SystemExit, match=r"setup: a C compiler \(gcc or clang\) not found"):
+        install.check_compiler(python(headers))
+    (tmp_path / "gcc").write_text("")
+    (tmp_path / "gcc").chmod(0o755)
+    install.check_compiler(python(headers))
+    (headers / "Python.h").unlink()
+    with pytest.raises(SystemExit, match=f"the headers of Python {version} .* apt install gcc python{version}-dev"):
+        install.check_compiler(python(headers))
+
+
+def test_set_up_looks_for_a_compiler_only_where_there_is_a_gpu(tmp_path, monkeypatch):
+    """An up-to-date environment is checked too: it may have been made in another container."""
+    checked = []
+    monkeypatch.setattr(install, "check_compiler", checked.append)
+    monkeypatch.setattr(install, "up_to_date", lambda stamp, name: True)
+    for name in ("requirements-cpu.txt", "requirements.txt"):
+        monkeypatch.setattr(install, "requirements", lambda name=name: name)
+        install.main()
+    assert checked == [install.find_python()]
+
+
 def test_an_unsupported_python_is_refused_unless_a_supported_one_is_on_path(tmp_path, monkeypatch):
     assert install.find_python() == sys.executable
     monkeypatch.setattr(install.sys, "version_info", (3, 9, 1))

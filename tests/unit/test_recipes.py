@@ -2,16 +2,15 @@
 
 import dataclasses
 import importlib
-import os
 import re
 import subprocess
 
 import commands
 import pytest
 import test_memory
+from recipes import arguments, words
 
-from common.args import parse_args
-from view import plan
+from view import estimate
 
 RECIPES = [(name, machine) for name in ("grpo", "tspo", "gtpo", "rtpo") for machine in ("8x80gb", "1x24gb")]
 SOURCE = re.compile(r"^ +(--\S+)(?: (\S+))? +# \[(paper|code|Search-R1|ours)\]", re.MULTILINE)
@@ -20,28 +19,6 @@ FLAG = re.compile(r"^ +(--\S+)", re.MULTILINE)
 
 def text(name):
     return (commands.ROOT / "runs" / f"{name}.sh").read_text()
-
-
-def words(name, *given):
-    """Return the command that a recipe runs, as a list of words."""
-    done = subprocess.run(
-        ["bash", f"runs/{name}.sh", *given],
-        cwd=commands.ROOT,
-        env=os.environ | {"TORCHRUN": "echo"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
-
-
-def arguments(name, *given):
-    """Return (ranks, the parsed arguments of the recipe's script)."""
-    command = words(name, *given)
-    assert command[0] == "--nproc_per_node" and command[2] == f"train_{name}.py"
-    Args = importlib.import_module(f"train_{name}").Args
-    return int(command[1]), parse_args(Args, command[3:])
 
 
 @pytest.mark.parametrize("name, machine", RECIPES)
@@ -93,9 +70,9 @@ def test_the_algorithm_s_own_arguments_are_all_given(name):
 @pytest.mark.parametrize("name, machine", RECIPES)
 def test_the_plan_of_a_recipe_fits_the_card_it_is_named_for(name, machine, tmp_path):
     ranks, args = arguments(name, machine, "--seed", "7")
-    found = plan.sizes(test_memory.empty_model(test_memory.config_only(tmp_path / args.model, args.model)))
-    card = int(plan.CARDS[f"{machine[2:4]} GB"] * 2**30)
-    made = plan.make(found, args, card, world=ranks)
+    found = estimate.sizes(test_memory.empty_model(test_memory.config_only(tmp_path / args.model, args.model)))
+    card = int(estimate.CARDS[f"{machine[2:4]} GB"] * 2**30)
+    made = estimate.make(found, args, card, world=ranks)
     assert made.problems() == []
     assert made.at_once >= 8  # enough to keep the engine busy
     assert args.grad_checkpoint and args.load_4bit == (machine == "1x24gb")

@@ -463,6 +463,50 @@ def test_an_error_saves_too_and_exits_with_1(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_that_used_a_gpu_ends_without_the_interpreter_s_shutdown(tmp_path):
+    """Pretend that CUDA was initialised. The interpreter's shutdown, which may hang, would run the atexit handler."""
+    body = """import atexit, torch
+    atexit.register(lambda: (folder / "shut down").write_text(""))
+    torch.cuda.is_initialized = lambda: True"""
+    code, text = ended(tmp_path, body)
+    assert code == 0 and (tmp_path / "saved").exists() and not (tmp_path / "shut down").exists()
+    assert text.strip() == "Go on with: --resume"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "all_reduce, reason",
+    [
+        ("time.sleep(600)", "(No answer in 1 s.)"),
+        ("raise_(RuntimeError('NCCL error: unhandled system error'))", "(NCCL error: unhandled system error)"),
+        ("box.zero_()", "(The sum over 1 ranks is 0.)"),
+    ],
+)
+def test_ranks_that_cannot_exchange_data_end_at_once_with_advice(tmp_path, all_reduce, reason):
+    body = f"""import torch, torch.distributed as dist
+    def raise_(error):
+        raise error
+    dist.all_reduce = lambda box: {all_reduce}
+    run.FIRST_SECONDS = 1
+    run.first_collective(torch.device("cpu"))"""
+    code, text = ended(tmp_path, body)
+    assert code == 1 and reason in text and "Rank 0: the ranks cannot exchange data over gloo" in text
+    assert "--ipc=host" in text and "--shm-size" in text
+
+
+def test_a_resolved_flag_is_used_and_the_given_one_is_kept(tmp_path, monkeypatch):
+    """args.json has --sleep auto, so that --resume on another card resolves it again; environment.json has the value."""
+    monkeypatch.setattr(run, "RESOLVED", {})
+    args = train_grpo.Args(task="tiny_search", out=str(tmp_path / "run"))
+    used = run.resolve(args, sleep="kv")
+    assert (args.sleep, used.sleep) == ("auto", "kv")
+    (tmp_path / "run").mkdir()
+    run.write_header(used, Path(train_grpo.__file__), tmp_path / "run")
+    assert json.loads((tmp_path / "run/args.json").read_text())["sleep"] == "auto"
+    assert json.loads((tmp_path / "run/environment.json").read_text())["resolved"] == {"sleep": "kv"}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stop, code, said", [("'--group 1: no'", 1, "--group 1: no\n"), ("3", 3, ""), ("None", 0, "")])
 def test_an_exit_keeps_its_code_and_has_no_traceback(tmp_path, stop, code, said):
     found, text = ended(tmp_path, f"raise SystemExit({stop})")
