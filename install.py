@@ -31,7 +31,12 @@ def stop(message):
 
 
 def requirements():
-    """Return "requirements.txt" on a machine with an NVIDIA GPU, else "requirements-cpu.txt"."""
+    """Return "requirements.txt" on a machine with an NVIDIA GPU, else "requirements-cpu.txt".
+
+    TURNWISE_REQUIREMENTS names one of them where the GPU cannot be seen, as in `docker build`.
+    """
+    if os.environ.get("TURNWISE_REQUIREMENTS"):
+        return os.environ["TURNWISE_REQUIREMENTS"]
     if not shutil.which("nvidia-smi"):
         return "requirements-cpu.txt"
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

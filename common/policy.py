@@ -48,6 +48,8 @@ class Policy:
                 bnb_4bit_use_double_quant=True,
                 bnb_4bit_compute_dtype=self.dtype,
             )
+        if self.device.type == "cuda" and ranks.rank() == 0:
+            run.notice(f"loading the trainer's copy of the base: {self.path}")
         base = AutoModelForCausalLM.from_pretrained(
             self.path,
             dtype=self.dtype,

@@ -1,4 +1,4 @@
-"""Runs in bfloat16 on a CPU, as a stand-in for a GPU: the same path, with the rounding that a GPU has."""
+"""Runs in bfloat16 on a CPU, in place of a GPU: the same path, with the rounding that a GPU has."""
 
 import commands
 import pytest

@@ -120,6 +120,22 @@ def test_a_checkpoint_is_written_when_due_when_better_and_at_both_ends(tmp_path)
     assert kept(tmp_path) == ["step-0", "step-2", "step-4", "step-6", "step-8", "step-10"]
 
 
+def test_a_state_is_serialised_only_when_it_is_written_and_is_that_of_its_step(tmp_path, monkeypatch):
+    """Serialising the optimizer of a 3B model takes a second: it is copied after every step, and serialised when due."""
+    serialised, save = [], torch.save
+    monkeypatch.setattr(torch, "save", lambda *words: serialised.append(words) or save(*words))
+    monkeypatch.setattr(sys, "argv", ["train_grpo.py", "--model", "tiny"])
+    made = make(tmp_path, keep=0, save_every=4, steps=10)
+    steps(made, 0, 7)
+    assert len(serialised) == 2 and kept(tmp_path) == ["step-0", "step-4"]
+    moments = [each["exp_avg"].clone() for each in made.policy.optimizer.state.values()]
+    made.policy.train()  # step 8 changes the optimizer's tensors in place
+    made.saver.rescue()
+    found = torch.load(tmp_path / "checkpoints/step-7/state.pt")["optimizer"]["state"]
+    assert len(serialised) == 3 and moments and all(torch.equal(a, found[i]["exp_avg"]) for i, a in enumerate(moments))
+    assert not torch.equal(moments[0], made.policy.optimizer.state_dict()["state"][0]["exp_avg"])
+
+
 def test_the_last_finished_step_is_saved_when_the_run_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train_grpo.py", "--model", "tiny"])
     made = make(tmp_path, save_every=50, steps=10)

@@ -78,6 +78,19 @@ NUMBERS = {  # public values of config.json
         max_position_embeddings=40960,
     ),
 }
+LARGER = {  # (hidden, MLP, layers, heads); 8 KV heads, public values too
+    "Qwen2.5-14B": (5120, 13824, 48, 40),
+    "Qwen2.5-32B": (5120, 27648, 64, 40),
+    "Qwen2.5-72B": (8192, 29568, 80, 64),
+}
+BOXES = (  # (box, its cards, ranks, command without "train_tspo.py --model")
+    ("1 × 24 GB", "24 GB", 1, "Qwen2.5-3B --grad_checkpoint"),
+    ("1 × 24 GB", "24 GB", 1, "Qwen2.5-7B --grad_checkpoint --load_4bit --gpu_memory 0.6"),
+    ("1 × 48 GB", "48 GB", 1, "Qwen2.5-7B --grad_checkpoint --gpu_memory 0.6"),
+    ("1 × 80 GB", "80 GB", 1, "Qwen2.5-3B --micro_tokens 8192"),
+    ("1 × 80 GB", "80 GB", 1, "Qwen2.5-7B --grad_checkpoint --micro_tokens 16384"),
+    ("8 × 80 GB", "80 GB", 8, "Qwen2.5-7B --grad_checkpoint --micro_tokens 16384 --questions 512"),
+)
 SMALL = dict(
     hidden_size=256,
     intermediate_size=1024,
@@ -664,7 +677,39 @@ def tables(found):
                 one = made(name, card, load_4bit=packed, grad_checkpoint=True, gpu_memory=0.6)
                 cells.append("does not fit" if one.problems() else f"{gib(one.total('sampling'))} GiB, {one.at_once}")
             cards.append(row(name, "NF4" if packed else "bf16", *cells))
-    return {"parts": parts, "update": update, "cards": cards}
+
+    boxes = head("box", "command", "`--sleep auto` is", "GiB sampling", "GiB updating", "full trajectories at once")
+    for box, card, world, words in BOXES:
+        args = parse_args(train_grpo.Args, ["--task", "tiny_search", "--model", *words.split()])
+        launch = f"torchrun --nproc_per_node {world}" if world > 1 else "python"
+        one = estimate.make(found[args.model], args, int(estimate.CARDS[card] * GIB), world=world)
+        assert not one.problems()
+        totals = [gib(one.total(moment)) for moment in ("sampling", "update")]
+        boxes.append(row(box, f"`{launch} train_tspo.py --model {words}`", one.sleep, *totals, one.at_once))
+
+    largest = head("model", "bf16", "`--load_4bit`")
+    for name, (hidden, mlp, layers, heads) in LARGER.items():
+        shape = dict(hidden_size=hidden, intermediate_size=mlp, num_hidden_layers=layers, num_attention_heads=heads)
+        sizes, cells = sizes_of(NUMBERS["Qwen2.5-7B"] | shape | dict(num_key_value_heads=8)), []
+        for packed in (False, True):
+            options = dict(load_4bit=packed, grad_checkpoint=True, max_context=4096, sleep="auto", lora_rank=32)
+            shares = [percent / 100 for percent in range(90, 20, -5)]
+            plans = [estimate.make(sizes, grpo_args(gpu_memory=share, **options), int(79.1 * GIB)) for share in shares]
+            fitting = [(share, one) for share, one in zip(shares, plans) if not one.problems()]
+            share, one = max(fitting, key=lambda found: found[1].at_once, default=(0, None))
+            cells.append(
+                f"`--gpu_memory {share:g}`, --sleep {one.sleep}: {one.at_once} at once" if one else "does not fit"
+            )
+        largest.append(row(name, *cells))
+    return {"parts": parts, "update": update, "cards": cards, "boxes": boxes, "largest": largest}
+
+
+def sizes_of(numbers):
+    """Return the Sizes of a model from the numbers of its config.json."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return estimate.sizes(AutoModelForCausalLM.from_config(AutoConfig.for_model(**numbers)))
 
 
 def fixed_page(page, found):

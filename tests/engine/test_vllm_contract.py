@@ -128,7 +128,7 @@ def test_a_release_before_the_pause_is_complete_says_so():
     assert "requires a completed pause" in inspect.getsource(EngineCore.release_kv_cache_memory)
 
 
-def test_each_rank_is_a_world_of_its_own_engine():
+def test_each_rank_has_an_engine_alone():
     """external_launcher with tensor_parallel_size 1 gives every rank a group of one: no rank waits for another."""
     from vllm.config import ParallelConfig
 

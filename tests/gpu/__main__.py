@@ -55,7 +55,7 @@ def shown(found):
     return f"  {found['name']:52}{text:>14} {found['unit']:10}{', '.join(limits):22}{verdict}".rstrip()
 
 
-# ---- stages, in order of cost. Each runs in a process of its own
+# ---- stages, in order of cost. Each runs in a separate process
 
 
 def machine():
@@ -350,7 +350,7 @@ STAGES = (machine, ranks, trainer, engine, engine_4bit, steps, speed)
 
 
 def main(words):
-    """Run each stage in a process of its own, print its lines as they come, write the report. Returns the exit code."""
+    """Run each stage in a separate process, print its lines as they come, write the report. Returns the exit code."""
     names = [stage.__name__ for stage in STAGES]
     if unknown := set(words) - set(names):
         sys.exit(f"{' '.join(unknown)}: no stage. Stages: {' '.join(names)}")
@@ -363,7 +363,7 @@ def main(words):
         if RANK == 0:
             print(f"\n{name}: {stage.__doc__.splitlines()[0]}", flush=True)
         environment = dict(os.environ, TURNWISE_STAGE=name)
-        if WORLD > 1:  # each stage starts a process group, which needs a port of its own
+        if WORLD > 1:  # each stage starts a process group, which needs another port
             environment |= {"MASTER_PORT": str(port + 1 + number), "TORCHELASTIC_USE_AGENT_STORE": "False"}
         with tempfile.TemporaryFile("w+") as errors:
             process = subprocess.Popen(

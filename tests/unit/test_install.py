@@ -32,6 +32,13 @@ def test_the_build_follows_from_the_gpu_and_its_driver(tmp_path, monkeypatch):
         install.requirements()
 
 
+def test_the_requirements_can_be_named_where_the_gpu_cannot_be_seen(monkeypatch):
+    """As in `docker build`."""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("TURNWISE_REQUIREMENTS", "requirements.txt")
+    assert install.requirements() == "requirements.txt"
+
+
 def test_a_driver_of_an_unknown_version_is_reported_and_tried(tmp_path, monkeypatch, capsys):
     nvidia_smi(tmp_path, monkeypatch, "[N/A]")
     assert install.requirements() == "requirements.txt"
