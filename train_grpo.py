@@ -128,11 +128,12 @@ def policy_loss(logp: "Tensor", batch: "Batch", args: Args) -> tuple["Tensor", d
     log_ratio = (logp - old) * batch.mask
     if args.ratio != "token":
         log_ratio = batch.mean_by(log_ratio, {"sequence": "trajectory"}.get(args.ratio, args.ratio))
-    ratio = log_ratio.exp()
+    ratio = log_ratio.clamp(-20, 20).exp()  # finite for every token; a clip by 20 nats changes no ordinary step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)
     loss = -(ratio * batch.adv).minimum(clipped * batch.adv)  # eq. (3)
     if args.tis_cap:  # DEPARTS 3
-        tis = ((old - batch.sampler) * batch.mask).exp()
+        # A log-probability of the engine that is not finite must not make the whole loss nan: its token has weight 1.
+        tis = ((old - batch.sampler) * batch.mask).nan_to_num(0.0, 0.0, 0.0).exp()
         loss = loss * tis.clamp(max=args.tis_cap)
     policy = (batch.weight * loss).sum()
     stats = {
@@ -140,7 +141,7 @@ def policy_loss(logp: "Tensor", batch: "Batch", args: Args) -> tuple["Tensor", d
         "clip_frac": (batch.weight * (ratio * batch.adv > clipped * batch.adv)).sum(),
     }
     if args.kl_coef:
-        gap = (batch.ref - logp) * batch.mask
+        gap = ((batch.ref - logp) * batch.mask).clamp(-20, 20)
         kl = {"k1": -gap, "k2": gap.square() / 2, "k3": gap.exp() - gap - 1}[args.kl]  # k3: eq. (4)
         stats["kl_ref"] = (batch.weight * kl).sum()
         policy = policy + args.kl_coef * stats["kl_ref"]

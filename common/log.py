@@ -30,7 +30,15 @@ METRICS = (
     *(f"rollout/stop_{stop}" for stop in STOPS),
     *("loss/policy", "loss/clip_frac", "loss/kl_ref"),
     *("policy/entropy", "policy/ratio_max", "policy/sampler_absdiff", "policy/sampler_maxdiff"),
-    *("policy/sampler_kl", "policy/sampler_ratio", "optim/lr", "optim/grad_norm", "optim/skipped", "optim/updates"),
+    *(
+        "policy/sampler_kl",
+        "policy/sampler_ratio",
+        "policy/sampler_nonfinite",
+        "optim/lr",
+        "optim/grad_norm",
+        "optim/skipped",
+        "optim/updates",
+    ),
     *("time/rollout", "time/update", "time/evaluate", "time/step", "time/rank_spread"),
     *("perf/tokens_per_s", "perf/trained_tokens_per_s", "perf/peak_gb", "perf/free_gb"),
     *("perf/rss_gb", "perf/open_files", "perf/threads"),
@@ -49,6 +57,7 @@ class Log:
         """last: the checkpoint to resume from."""
         self.args, self.folder = args, run.directory(args)
         self.sums, self.maxima, self.quiet, self.bar, self.shown = {}, {}, [], None, {}
+        self.skipped = 0  # steps in a row
         # Whether this rank had tokens to train: in each update of the step, and in the current one.
         self.updates, self.trained = [], False
         self.started = time.monotonic()
@@ -185,12 +194,16 @@ class Log:
             self.mean(f"loss/{key}", value.detach())  # a partial sum: `write` divides it by the number of updates
         self.mean("policy/entropy", entropy[on].mean(), count)
         trainer = (logp.detach() if micro.old is None else micro.old)[on]
-        gap = trainer - micro.sampler[on]
-        self.mean("policy/sampler_absdiff", gap.abs().mean(), count)
-        self.mean("policy/sampler_kl", (gap.exp() - gap - 1).mean(), count)
-        self.mean("policy/sampler_ratio", gap.exp().mean(), count)
-        self.max("policy/sampler_maxdiff", gap.abs().max())
         self.max("policy/ratio_max", (logp.detach()[on] - trainer).exp().max())
+        gap = trainer - micro.sampler[on]
+        finite = gap.isfinite()
+        self.mean("policy/sampler_nonfinite", (~finite).float().mean(), count)
+        if finite.any():
+            gap, count = gap[finite], int(finite.sum())
+            self.mean("policy/sampler_absdiff", gap.abs().mean(), count)
+            self.mean("policy/sampler_kl", (gap.exp() - gap - 1).mean(), count)
+            self.mean("policy/sampler_ratio", gap.exp().mean(), count)
+            self.max("policy/sampler_maxdiff", gap.abs().max())
 
     def optim(self, stats: dict[str, float]) -> None:
         """Measure an update, after `losses` of its micro-batches."""
@@ -266,7 +279,13 @@ class Log:
         line["perf/trained_tokens_per_s"] = trained / line["time/update"] if line["time/update"] else None
 
     def _warn(self, line):
-        """Warn of a tool that is never called or fails: the policy would learn to do without it."""
+        """Warn of updates without effect, and of a tool that is never called or fails: the policy would learn to do without it."""
+        self.skipped = self.skipped + 1 if line["optim/skipped"] else 0
+        if self.skipped == 3:
+            run.notice(
+                f"warning: step {line['step']}: for 3 steps updates have been skipped, because the gradient was not finite. A lower "
+                "--lr or --grad_clip may help; policy/sampler_nonfinite and policy/ratio_max show where it comes from"
+            )
         if line["rollout/tool_calls"] is None or self.args.tools == "off":
             return
         success = line["rollout/tool_success"]

@@ -124,6 +124,11 @@ MEANINGS = {
         "as above",
     ),
     "policy/sampler_ratio": ("mean of e^d", "0.99 to 1.01", "as above; `--tis_cap` truncates e^d"),
+    "policy/sampler_nonfinite": (
+        "share of trained tokens whose log-probability the engine gave as nan or infinite: they have weight 1 and are left out of the rows above",
+        "0",
+        "above 0: a fault of the engine; please report it",
+    ),
     "optim/lr": ("learning rate applied", "", ""),
     "optim/grad_norm": (
         "Euclidean norm of the gradient summed over ranks, before clipping",

