@@ -240,7 +240,7 @@ def engine(more=""):
         same = sum(a == b for a, b in zip(first, again)) / max(len(first), len(again))
         line(f"--sleep {mode}: same turns afterwards", same, "of 1", least=1 if exact else 0.75)
     line("self-test once more, KL", made.self_test(policy).kl, "nats", most=0.01)
-    line("engine's memory that perf/peak_gb leaves out", memory.ENGINE_BYTES / 2**30, "GiB")
+    line("memory that the engine allocated at its start", memory.ENGINE_BYTES / 2**30, "GiB")
 
 
 def free(device):
