@@ -57,9 +57,8 @@ SENTENCE = re.compile(r"(?<!\\)\b(?!(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|p
 NOT_PRODUCTS = set("or to of in is if by at as on no not nor and for per out but mod vs am pm".split())
 TEXT = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|begin|end)\s*\{[^{}]*\}")
 BOUND = re.compile(r"[<>≤≥≠]|\\(?:[lg]e(?:q|qslant)?|[lg]t|neq?)(?![a-zA-Z])")
-BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BARE_BOX = re.compile(r"\\boxed\s+([^\s${][^\s$]*)")  # \boxed 5
-BRACE = re.compile(r"(?<!\\)[{}]")  # an escaped brace is text
+BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")  # an escaped brace is text
 SUPERSCRIPTS = str.maketrans({c: f"^{n}" for n, c in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")})
 
 
@@ -128,12 +127,16 @@ def boxed(text: str) -> str | None:
     >>> boxed(r"so \boxed{1}, no, \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
     """
-    for found in reversed(list(BOX.finditer(text))):
-        depth = 1
-        for brace in BRACE.finditer(text, found.end()):
-            depth += 1 if brace[0] == "{" else -1
-            if depth == 0:
-                return text[found.end() : brace.start()].strip()
+    opened, complete = [], None  # starts of what is open, None for a plain brace; (start, end) of a box
+    for found in BRACES.finditer(text):
+        if found[0] != "}":
+            opened.append(None if found[0] == "{" else found.end())
+        elif opened:
+            start = opened.pop()
+            if start is not None and (complete is None or start > complete[0]):
+                complete = start, found.start()
+    if complete:
+        return text[slice(*complete)].strip()
     bare = BARE_BOX.findall(text)
     return bare[-1].rstrip(".,") if bare else None
 

@@ -41,7 +41,7 @@ def cleaned(tool: str | None, text: str) -> str:
     """Return the input of a call, stripped. Python code loses its Markdown fence and its common indentation."""
     if tool != "python":
         return text.strip()
-    fenced = re.search(r"^\s*```[\w+-]*[ \t]*\n(.*?)(?:```|\Z)", text, re.DOTALL | re.MULTILINE)
+    fenced = re.search(r"^[^\S\n]*```[\w+-]*[ \t]*\n(.*?)(?:```|\Z)", text, re.DOTALL | re.MULTILINE)
     # Code that begins on the line of its tag has no known indentation.
     if not fenced and not re.match(r"[ \t]*\n", text):
         return text.strip()

@@ -6,22 +6,34 @@ import os
 import re
 from collections.abc import Callable
 
+TAGS = re.compile("</?think>")
+
 
 def thinking(text: str, opened: bool = False) -> list[tuple[int, int]]:
     """Return (start, end) of each closed block of thinking in a generation's text. opened: its context ends in a block.
 
     A second closing tag belongs to the block before it: the text between the two is still thinking.
     """
-    begin = r"(?:\A|<think>)" if opened else "<think>"
-    blocks = rf"{begin}.*?</think>(?:(?:(?!<think>).)*</think>)*"
-    return [found.span() for found in re.finditer(blocks, text, re.DOTALL)]
+    blocks, start = [], 0 if opened else None  # start: of the block that is open
+    extends = False  # whether a closing tag belongs to the last block
+    for tag in TAGS.finditer(text):
+        if tag[0] == "<think>":
+            start, extends = (tag.start() if start is None else start), False
+        elif start is not None:
+            blocks.append((start, tag.end()))
+            start, extends = None, True
+        elif extends:
+            blocks[-1] = (blocks[-1][0], tag.end())
+    return blocks
 
 
 def spoken(text: str, opened: bool = False) -> str:
     """Return a generation's text without its closed blocks of thinking."""
-    for start, stop in reversed(thinking(text, opened)):
-        text = text[:start] + text[stop:]
-    return text
+    at, parts = 0, []
+    for start, stop in thinking(text, opened):
+        parts.append(text[at:start])
+        at = stop
+    return "".join([*parts, text[at:]])
 
 
 def begins(text: str) -> bool:

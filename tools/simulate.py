@@ -23,7 +23,7 @@ BASE = 4.0  # how late the share rises: towards 1, the rise becomes a straight l
 TEMPERATURE, MAX_TOKENS = 0.8, 600
 WORDS = 30  # requested length of a document
 KEY = "OPENAI_API_KEY"  # environment variable with the key sent to the server, as in other clients of this protocol
-DOCUMENT = re.compile(r"^\W*doc(?:ument)?\W{0,3}\d+\b[^\w(\n]*", re.IGNORECASE | re.MULTILINE)
+DOCUMENT = re.compile(r"^[^\w\n]*doc(?:ument)?\W{0,3}\d+\b[^\w(\n]*", re.IGNORECASE | re.MULTILINE)
 TITLE = re.compile(r"\(\s*title\s*:\s*((?:[^()\n]|\([^()\n]*\))*)\)\W*?\s", re.IGNORECASE)
 
 ASK = """You play a search engine for a game. Write {topk} short documents that it finds for the query at the end. Each reads like a \
