@@ -6,10 +6,11 @@ from common.turns import Question
 from tasks import equality
 from tasks.math_qa import MathQA
 
-DRESS = re.compile(r"\\(?:text|math|mbox)[a-z]*|\\[()\[\]]|[*${}\[\]]")  # markup that may surround a letter
+DRESS = re.compile(r"\\(?:text|math|mbox)[a-z]*|\\[()\[\]]|[*$`{}\[\]]")  # markup that may surround a letter
 OPTION = re.compile(r"\b[A-D]\b|\b[a-d](?=\))")  # a letter that may name an option
 LETTER = re.compile(  # (letter of an option, text after it)
-    r"(?:(?:the|correct|right|answer|option|choice|is)\b[\s:]*)*\(?([a-z])(?=\s*[).:,;\n]|\s+[-–—]|\s*$)(.*)",
+    r"(?:(?:the|my|final|correct|right|best|answer|option|choice|is|it)\b[\s:]*)*\(?([a-z])"
+    r"(?=\s*[).:,;\n]|\s+[-–—]|\s*$|\s+is\s+(?:the\s+)?(?:correct|right|best|answer)\b)(.*)",
     re.IGNORECASE | re.DOTALL,
 )
 

@@ -4,7 +4,9 @@
                  compared exactly: 0.5 equals 1/2, and 0.333 does not equal 1/3
     percent      50% equals 50, as in most golds, and 0.5; 50% does not equal 0.5%
     units        a common unit on only one side is ignored: 12 cm equals 12 and 12 centimeters, but not 12 m
-    formulas     are compared by value, as in math-verify: 12+13 equals 25; a bound is no number: > 5 does not equal 5
+    formulas     are compared by value, as in math-verify: 12+13 equals 25; a bound is no number: > 5 does not equal 5. Only
+                 formulas of known macros and signs: math-verify reads others in part
+    Markdown     emphasis and the label "Answer:" are ignored: **84** equals 84
     words        all others are compared as text: "3 quarters" does not equal 3
     \\boxed       if there are several boxed answers, the last one counts
 
@@ -27,13 +29,19 @@ from pathlib import Path
 SECONDS = 5.0  # timeout of a comparison
 START = 60.0  # timeout of the start of the process, which loads sympy
 MEMORY = 2 * 2**30  # limit of its address space in bytes
+DIGITS = 60  # of a number that is not rational
 LONGEST = 1000  # characters; a longer answer counts as wrong
 SPACES = re.compile(r"(?<!\\)\\[,;:!\s]|\\q?quad\b|~")
 WRAPPED = re.compile(r"\\(?:left|right|displaystyle)\b")
 LEAD = re.compile(  # text that may precede the dollars of an answer
     r"(?:.*(?:\b(?:is|are|that|answer|get|have|so|thus|therefore|hence),?|[a-z]\s*:)[\s*]*)?", re.DOTALL | re.IGNORECASE
 )
-LEFT = re.compile(r"(?:^|(?<=,))\s*(\\?[a-zA-Z]+\d?(?:_\{?\w+\}?)?|[a-zA-Z]\(\w\))\s*=(?!=)")  # x = 5, f(x) = x^2
+LEFT = re.compile(r"(?:^|(?<=,))\s*(\\?[a-zA-Z]+\d?(?:_(?:\{\w+\}|\w))?|[a-zA-Z]\(\w\))\s*=(?!=)")  # x = 5, f(x) = x^2
+# Emphasis of Markdown at the bounds of words: 2**3 and a*b*c have none.
+EMPHASIS = re.compile(r"(?<![^\s(])(\*\*|\*|__|`+)(?=[^\s*_`])([^*`]*[^\s*`])\1(?![^\s.,:;!?)])")
+LABEL = re.compile(r"(?:(?:the|my|final)\s+)*answer\s*(?:is)?\s*:\s*", re.IGNORECASE)  # Answer: 84
+LETTER = re.compile(r"\\(?:mathrm|text|textrm|rm)\{([ie])\}|\\(?:mathbf|mathit|boldsymbol|bm)\{([a-zA-Z])\}")
+REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar)\s*(?:\{\s*(\d+)\s*\}|(\d))")  # 0.1\overline{6}
 NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
 UNIT = r"[a-z]+(?:\^?\{?[23]\}?|[²³])?"
 VALUE = re.compile(
@@ -56,6 +64,15 @@ SENTENCE = re.compile(r"(?<!\\)\b(?!(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|p
 # Words of two or three letters that are not products of variables.
 NOT_PRODUCTS = set("or to of in is if by at as on no not nor and for per out but mod vs am pm".split())
 TEXT = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|begin|end)\s*\{[^{}]*\}")
+# Formulas with any other macro or sign are compared as text: math-verify may read only a part of them.
+MACROS = set(
+    "frac dfrac tfrac sqrt pi cdot times div pm sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp le leq ge geq lt "
+    "gt ne neq infty cup cap in circ degree alpha beta gamma delta epsilon varepsilon zeta eta theta kappa lambda mu nu xi rho sigma "
+    "tau phi varphi chi psi omega Delta Gamma Lambda Omega Phi Pi Psi Sigma Theta binom dbinom tbinom lfloor rfloor lceil rceil sum "
+    "prod text mbox mathrm textbf mathbf begin end lbrace rbrace leqslant geqslant".split()
+)
+MACRO = re.compile(r"\\(?:([a-zA-Z]+)|[{}%\\])")
+SIGNS = re.compile(r"[\w\s+\-*/^=<>≤≥≠()\[\]{},.|!&°%π∞∪∩'$]*")
 BOUND = re.compile(r"[<>≤≥≠]|\\(?:[lg]e(?:q|qslant)?|[lg]t|neq?)(?![a-zA-Z])")
 BARE_BOX = re.compile(r"\\boxed\s+([^\s${][^\s$]*)")  # \boxed 5
 BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")  # an escaped brace is text
@@ -86,6 +103,7 @@ def latex(text: str) -> str:
     """Convert a formula from Python or Unicode to LaTeX, without dollars and unit: 2*pi**2 cm becomes 2*\\pi^{2}."""
     text = re.sub(r"\\?\$", "", text.translate(SUPERSCRIPTS)).replace("<=", r"\le ").replace(">=", r"\ge ")
     text = re.sub(r"\*\*\s*(?:\(([^()]*)\)|(-?[\w.]+))", r"^{\1\2}", text).replace("**", "^")
+    text = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = re.sub(r"√\s*(?:\(([^()]*)\)|(\d+|\w))", r"\\sqrt{\1\2}", text)
     text = re.sub(r"(?<![\\a-zA-Z])pi\b", r"\\pi", text)
     ends = re.search(r"\s([a-z]{2,}(?:\^?[23]|\^\{[23]\})?)$", text)
@@ -100,7 +118,9 @@ def formula(text: str) -> bool:
     products = all(
         re.fullmatch("[a-z]{2,3}", word) and word not in NOT_PRODUCTS and not measure(word) for word in words
     )
-    return not (towers or not products or words == [bare.strip()] or re.search(r"[-+*/^_=.?]\s*$", bare))
+    whole = {name for name in MACRO.findall(text) if name} <= MACROS and SIGNS.fullmatch(MACRO.sub(" ", text))
+    partial = not whole or ".." in text or words == [bare.strip()] or re.search(r"[-+*/^_=.?]\s*$", bare)
+    return not (towers or not products or partial)
 
 
 def comparable(answer: str, gold: str) -> bool:
@@ -146,6 +166,8 @@ def plain(text: str) -> str:
     text = text.replace("−", "-").strip()
     inner = boxed(text)
     text = " ".join((text if inner is None else inner).replace("{,}", ",").split())
+    text = EMPHASIS.sub(lambda found: found[2] if found[2].endswith(":") else f"${found[2]}$", text)
+    text = LETTER.sub(lambda found: found[1] or found[2], LABEL.sub("", text, count=1) if LABEL.match(text) else text)
     text = re.sub(r", ?\\! ?(?=\d{3})", ",", text)  # thousands separators as in MATH
     text = re.sub(r"(?<=\d)\\,(?=\d{3}\b)", "", text).replace("\\!", "")
     text = WRAPPED.sub(" ", SPACES.sub(" ", re.sub(r"(?<!\\)\\[()\[\]]", "$", text)))
@@ -167,6 +189,7 @@ def exact(text: str) -> tuple[tuple[Fraction, ...], str] | None:
     """Return (values, unit) of a text that is one number, else None. A percentage has two values."""
     text = re.sub(r"\\(?:text|mbox|mathrm|textbf|mathbf)\s*\{([^{}]*)\}", r" \1", text)
     text = re.sub(r"\\[dt]?frac\s*(?:\{\s*([\d.]+)\s*\}|(\d))\s*(?:\{\s*([\d.]+)\s*\}|(\d))", r" \1\2/\3\4", text)
+    text = REPEATING.sub(repeating, text)
     text = re.sub(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree", "°", text).replace("\\%", "%").replace("percent", "%")
     found = VALUE.fullmatch(re.sub(r"^([+-]?)\s*\\?[$€£]", r"\1", text.strip()).strip())
     if not found or (found["whole"] and not found["bottom"]):
@@ -179,6 +202,14 @@ def exact(text: str) -> tuple[tuple[Fraction, ...], str] | None:
     value *= Fraction(10) ** int((found["e"] or found["power"] or "0").strip("{ }"))
     value = -value if found["sign"] == "-" else value
     return ((value, value / 100) if unit == "%" else (value,)), unit
+
+
+def repeating(found: re.Match) -> str:
+    """Return the fraction of a repeating decimal, such as 1/6 for 0.1\\overline{6}."""
+    whole, fixed, cycle = found[1] or "0", found[2], found[3] or found[4]
+    bottom = 10 ** len(fixed) * (10 ** len(cycle) - 1)
+    value = Fraction(int(whole + fixed + cycle) - int(whole + fixed), bottom)
+    return f"{value.numerator}/{value.denominator}"
 
 
 def measure(text: str) -> str | None:
@@ -259,12 +290,26 @@ class Worker:
 WORKER = Worker()
 
 
+def same_number(one, other) -> bool:
+    """Return whether two numbers of sympy are equal: rationals exactly, others to DIGITS, those with decimals to 12."""
+    from sympy import Float
+
+    if not (one.is_finite and other.is_finite):  # 1/0 equals nothing
+        return bool(one == other and one.is_extended_real)
+    if one.is_Rational and other.is_Rational:
+        return bool(one == other)
+    inexact = any(number.has(Float) for number in (one, other))
+    size = max(abs(one.evalf(DIGITS)), abs(other.evalf(DIGITS)))
+    return bool(abs((one - other).evalf(DIGITS)) <= size * 10 ** -(12 if inexact else DIGITS - 10))
+
+
 def serve() -> None:
     """Run the worker process: for each line of stdin write `1` or `0` to stdout, until the trainer has ended."""
     import resource
     import signal
 
     from math_verify import parse, verify
+    from sympy import Expr
 
     out = os.dup(1)
     os.dup2(2, 1)  # the output of libraries must not mix with the answers
@@ -273,16 +318,22 @@ def serve() -> None:
     def parsed(text):
         return parse(f"${text}$", parsing_timeout=None)
 
+    def right(answer, gold):
+        numbers = [found[0] for found in (answer, gold) if found and getattr(found[0], "is_number", None)]
+        if len(numbers) == 2 and all(isinstance(number, Expr) for number in numbers):
+            return same_number(*numbers)
+        return verify(gold, answer, float_rounding=12, timeout_seconds=None)
+
     os.write(out, b"r")
     for line in sys.stdin.buffer:
         signal.alarm(int(SECONDS) + 1)  # SIGALRM ends this process if the trainer is no longer there to kill it
-        right = False
+        found = False
         with contextlib.suppress(Exception):
             answer, golds = json.loads(line)
             answer = parsed(answer)
-            right = any(verify(parsed(gold), answer, float_rounding=12, timeout_seconds=None) for gold in golds)
+            found = any(right(answer, parsed(gold)) for gold in golds)
         signal.alarm(0)
-        os.write(out, b"1" if right else b"0")
+        os.write(out, b"1" if found else b"0")
 
 
 if __name__ == "__main__":

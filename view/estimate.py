@@ -157,12 +157,12 @@ def saved_bytes(sizes: Sizes, item: int, rank: int) -> int:
     return norms + attention + mlp + inputs + item * rank * (len(sizes.linears) // sizes.layers)
 
 
-def gradient_bytes(sizes: Sizes, item: int) -> int:
+def gradient_bytes(sizes: Sizes) -> int:
     """Return the bytes per token that the backward pass holds temporarily: gradients of the widest activation.
 
-    One is in float32; over a bf16 base there are two more in bf16, a bound found by measuring on a CPU.
+    One in float32, or two in bf16, a bound found by measuring on a CPU.
     """
-    return (8 if item == 2 else 4) * sizes.intermediate
+    return 4 * sizes.intermediate
 
 
 def chunk_bytes(sizes: Sizes, tokens: int, cuda: bool = True) -> int:
@@ -266,7 +266,7 @@ def _make(sizes, args, sleep, card, world, rank, usable, train):
         *([Row("trainer: optimizer", optimizer_bytes(sizes, rank, args.optim), args.optim)] if train else []),
     ]
     layer = saved_bytes(sizes, item, rank)
-    backward = gradient_bytes(sizes, item)
+    backward = gradient_bytes(sizes)
     if args.grad_checkpoint:
         saved, backward, note = item * sizes.hidden * sizes.layers, backward + layer, "the inputs of the layers"
     else:

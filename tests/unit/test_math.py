@@ -290,12 +290,23 @@ def of_kind(family, make_args, question, *more):
                 "B - Mars",
                 "The answer is B",
                 "The correct option is (B).",
+                "Final answer: B",
+                "It is B",
+                "It is B.",
+                "B is correct",
+                "B is the right answer, since it is red.",
+                "`B`",
+                "**Final answer:** `B`",
                 "B) $D$, Mars",  # the option's own text
                 "b)\na planet",
             )
         ),
         *((answer, 0.0) for answer in ("A", "", None, "Mars", "Bright", "A or B", "be", "A) $B$", "B planet")),
         *((answer, 0.0) for answer in ("B) or C)", "b) or c)", "B, or perhaps A", "B/C", "A, B")),
+        *(
+            (answer, 0.0)
+            for answer in ("not B", "BC", "It is not B", "A is correct", "B is correct, or C", "B is wrong")
+        ),
     ],
 )
 def test_an_option_is_named_by_its_letter(make_args, answer, right):
