@@ -30,6 +30,18 @@ def total(value: float) -> float:
     return float(box)
 
 
+def alike(value: float) -> bool:
+    """Return whether a number is the same on all ranks; True before there is a process group."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return True
+    box = torch.tensor([float(value)], dtype=torch.float64)
+    dist.all_reduce(box)
+    return float(box) == dist.get_world_size() * value
+
+
 def from_rank_0(value: T) -> T:
     """Return rank 0's value, on every rank."""
     if world_size() == 1:

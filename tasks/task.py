@@ -73,8 +73,13 @@ class Task(Environment):
     def take(self, n: int) -> list[Question]:
         """Return this rank's share of the next n questions of the run: every world-th, possibly none.
 
-        Each pass over the data has its own order.
+        Each pass over the data has its own order. All ranks must call this equally often: raises SystemExit otherwise.
         """
+        if not ranks.alike(self.position):
+            raise SystemExit(
+                f"Rank {ranks.rank()} has taken {self.position} questions, and other ranks another number: collect() must call "
+                "task.take() equally often on every rank. Let a loop end on ranks.total(...), which is the same on all."
+            )
         draws = range(self.position, self.position + n)
         self.position += n
         return [replace(self._at(draw), draw=draw) for draw in draws if draw % ranks.world_size() == ranks.rank()]

@@ -30,6 +30,10 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(results
     assert all(r["unchanged"] for r in results[1])
 
 
+def test_ranks_know_whether_a_number_is_the_same_on_all(results):
+    assert results[0]["alike"] == [True, True] and [r["alike"] for r in results[1]] == [[True, False]] * 2
+
+
 RTPO, GRPO = "train_rtpo.py --questions 3", "train_grpo.py --questions 1"
 
 

@@ -11,7 +11,7 @@ from common.policy import Policy
 
 
 def main(model, target):
-    """Save {(count, average): gradient, "skipped", "unchanged"} of this rank to `target`.<rank>."""
+    """Save {(count, average): gradient, "skipped", "unchanged", "alike"} of this rank to `target`.<rank>."""
     if ranks.world_size() > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")
     args = train_grpo.Args(model=model, lora_rank=8, lora_alpha=16, lr=1e-3, kl_coef=0.1, max_context=1024)
@@ -40,4 +40,5 @@ def main(model, target):
     before = [p.detach().clone() for p in policy.parameters]
     results["skipped"] = policy.step()["skipped"]
     results["unchanged"] = all(torch.equal(a, b) for a, b in zip(before, policy.parameters))
+    results["alike"] = [ranks.alike(3), ranks.alike(ranks.rank() + 3)]
     torch.save(results, f"{target}.{ranks.rank()}")

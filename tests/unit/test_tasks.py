@@ -173,6 +173,14 @@ def test_take_shuffles_each_pass_and_numbers_its_draws(task):
     assert [q.draw for q in task.take(6)] == list(range(3, 9))  # tells two draws of one question apart
 
 
+def test_ranks_that_have_taken_different_numbers_of_questions_are_told(task, monkeypatch):
+    """A loop in collect() that ends at another time on each rank would give ranks the same questions, silently."""
+    task.take(3)
+    monkeypatch.setattr(ranks, "alike", lambda value: value != 3)
+    with pytest.raises(SystemExit, match=r"Rank 0 has taken 3 questions, .* task.take\(\) equally often on every rank"):
+        task.take(3)
+
+
 def test_take_divides_the_questions_among_the_ranks(task, monkeypatch):
     first = [q.id for q in task.take(7)]
     monkeypatch.setattr(ranks, "world_size", lambda: 2)
