@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from common import run
+from common import models, run
 from common.models import EMBEDDED
 
 
@@ -209,6 +209,7 @@ def begun_with(Args: type[Flags], folder: Path) -> Flags:
 def check(args: Sampling) -> None:
     """Raise SystemExit for flags that cannot work, before anything heavy is loaded. Skips flags that Args lacks."""
     given = vars(args)
+    models.check(args.model)
     for name, holds, message in LIMITS:
         if name in given and not holds(given[name]):
             raise SystemExit(f"--{name} {given[name]}: {message}.")

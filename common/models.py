@@ -1,6 +1,7 @@
 """From --model to files for trainer and engine: a folder, a hub id, a short name, or an embedded model."""
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,19 +36,28 @@ OWNERS = {  # prefix of a short name -> owner on the hub
 
 def resolve(name: str) -> str:
     """Return the path or hub id of a model; builds embedded ones on first use. Raises SystemExit for unknown names."""
-    if Path(name).is_dir():
-        return str(name)
-    if name in EMBEDDED:
+    check(name)
+    if not Path(name).is_dir() and name in EMBEDDED:
         return str(EMBEDDED[name].build())
-    if "/" in name:
-        return name
-    for start, owner in OWNERS.items():
-        if name.startswith(start):
-            return f"{owner}/{name}"
+    if Path(name).is_dir() or "/" in name:
+        return str(name)
+    return next(f"{owner}/{name}" for start, owner in OWNERS.items() if name.startswith(start))
+
+
+def check(name: str) -> None:
+    """Raise SystemExit for a name that is no folder, hub id, short name or embedded model. Loads nothing."""
+    if Path(name).is_dir() or name in EMBEDDED or "/" in name or name.startswith(tuple(OWNERS)):
+        return
     raise SystemExit(
-        f"--model {name}: no such folder, and no known short name. Give a path, a hub id (owner/name), "
+        f"--model {name}: no such folder, and no known short name.{meant(name, EMBEDDED)} Give a path, a hub id (owner/name), "
         f"{', '.join(EMBEDDED)}, or a name that begins with {', '.join(OWNERS)}."
     )
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """Return " Did you mean ...?" with the known names that are close to a wrong one, or ""."""
+    close = difflib.get_close_matches(name, known, cutoff=0.7)
+    return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
 def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":

@@ -154,7 +154,8 @@ def search_task(args: "Sampling", whole: bool) -> tuple:
         documents, questions = args.corpus, read_questions(args.task)
         parts = ([], [], questions) if whole else split(questions, args.eval_questions)
     else:
-        raise SystemExit(f"--task {args.task or '(none)'}: give {KINDS}.")
+        close = models.meant(args.task, (*hub.SOURCES, "tiny_search", "tiny_math"))
+        raise SystemExit(f"--task {args.task or '(none)'}:{close} Give {KINDS}.")
     if args.tools == "off":
         return SearchQA, None, *parts
     if args.retriever.startswith("llm:"):

@@ -84,6 +84,8 @@ def test_presets_set_shared_fields_only():
         ("--task tiny_search --eval_questions 0", "--eval_questions"),
         ("--task tiny_search --tensorboard", ""),
         ("--task=", "--task is missing"),
+        ("--model tinny --task tiny_search", r"--model tinny: no such folder, .* Did you mean tiny\? Give a path"),
+        ("--model smollm --task tiny_search", r"Did you mean smollm2\?"),
     ],
 )
 def test_bad_arguments_are_refused_at_once(words, message, monkeypatch):

@@ -326,7 +326,8 @@ def test_a_task_without_its_files_is_refused_with_a_way_out(files, tmp_path, mak
         (dict(task=task, corpus=str(tmp_path)), "--corpus: .*directory"),
         (dict(task=task, corpus=bad), "--corpus: .*line 2"),
         (dict(task=task, corpus=write(tmp_path / "empty.jsonl")), "--corpus: .*empty"),
-        (dict(task="nosuch"), "hotpotqa.*tiny_search .*--corpus .*--retriever"),
+        (dict(task="nosuch"), "--task nosuch: Give .*hotpotqa.*tiny_search .*--corpus .*--retriever"),
+        (dict(task="hotpot_qa"), "--task hotpot_qa: Did you mean hotpotqa or nq_hotpotqa"),
     ):
         with pytest.raises(SystemExit, match=words) as stopped:
             tasks.load(make_args(**given))
