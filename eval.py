@@ -121,8 +121,8 @@ def main(args: Args) -> None:
     left = ranks.from_rank_0([name for name, folder in folders.items() if not (folder / "eval.json").exists()])
     policy = Policy(args, device, train=False)
     engine = Engine(policy, args)
-    engine.top_p = args.top_p
     engine.self_test(policy)
+    engine.top_p = args.top_p  # after the test: the trainer's log-probabilities are of the whole distribution
     for name in left:
         items, (task, questions) = {}, todo[name]
         for system in ("base", "adapter") if args.systems == "both" else [args.systems]:

@@ -83,8 +83,12 @@ def segment_attention(module, query, key, value, attention_mask, scaling=None, s
 
     query, key, value: (1, heads, T, head_dim); segments: [(start, end), ...] that cover T in order.
     """
-    outputs = []
+    outputs, grouped = [], True
+    if query.is_cuda and query.dtype == torch.float32:
+        # Fused kernels with grouped heads have no float32: the remaining one would keep n^2 scores.
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        grouped = False
     for start, end in segments:
         q, k, v = (x[:, :, start:end] for x in (query, key, value))
-        outputs.append(attend(q, k, v, is_causal=True, scale=scaling, enable_gqa=True))
+        outputs.append(attend(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped))
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None

@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("common", "tasks", "tools", "view")  # the code that is copied to the run directory
 PATIENCE = 600.0  # seconds that training retries a failed write
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS)  # these may pass
-FIRST_SECONDS = 60.0  # for the first exchange between ranks
+FIRST_SECONDS = float(os.environ.get("TURNWISE_FIRST_SECONDS", 60))  # for the first exchange between ranks
 RESOLVED = {}  # flag -> the given value, such as auto, and the value that the run uses
 CLAIMS = []  # open lock files of run directories: released when the process ends
 
@@ -156,11 +156,15 @@ def first_collective(device: "torch.device") -> None:
         f"Rank {ranks.rank()}: the ranks cannot exchange data over {where}. In a container start it with --ipc=host or "
         "--shm-size=8g. NCCL_DEBUG=INFO prints the reason; NCCL_P2P_DISABLE=1 helps on some boards without NVLink."
     )
-    patience = threading.Timer(FIRST_SECONDS, ending.exit_now, (1, f"{failed} (No answer in {FIRST_SECONDS:.0f} s.)"))
+    box = torch.ones(1, device=device)
+    patience = threading.Timer(
+        FIRST_SECONDS,
+        ending.exit_now,
+        (1, f"{failed} (No answer in {FIRST_SECONDS:.0f} s; TURNWISE_FIRST_SECONDS allows more.)"),
+    )
     patience.daemon = True
     patience.start()
     try:
-        box = torch.ones(1, device=device)
         dist.all_reduce(box)
         if box.item() != ranks.world_size():
             raise SystemExit(f"{failed} (The sum over {ranks.world_size()} ranks is {box.item():g}.)")
@@ -260,7 +264,8 @@ def write_header(args, script: Path, folder: Path) -> None:
 
 def given(args) -> dict:
     """Return the arguments as they were given, for args.json."""
-    return dataclasses.asdict(args) | {name: flag["given"] for name, flag in RESOLVED.items()} | {"resume": False}
+    flags = dataclasses.asdict(args)
+    return flags | {name: flag["given"] for name, flag in RESOLVED.items() if name in flags} | {"resume": False}
 
 
 def environment() -> dict:

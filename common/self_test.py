@@ -27,7 +27,7 @@ TEXTS = (
     "def square(x):\n    return",
     "Let me think about this step by step. First,",
 )
-SAMPLES, TOKENS = 4, 32  # per text: about 1,000 sampled tokens over all ranks
+SAMPLES, TOKENS = 4, 32  # per text: 1,000 sampled tokens over all ranks, more on more than four
 VISIBLE = 0.5  # nats a token by which the canary must change the trainer's log-probabilities
 FLOAT32_LIMIT = 1e-3  # nats a token, mean absolute difference of trainer and engine
 KL_LIMIT = 0.01  # nats a token, in bf16 or over a 4-bit base

@@ -23,7 +23,7 @@ CARDS = {"24 GB": 23.6, "48 GB": 47.4, "80 GB": 79.1}  # GiB that torch reports 
 CONTEXT = 1.0 * GIB  # ASSUMED: CUDA context, libraries, communication buffers, fragmentation
 GRAPHS = 1.0 * GIB  # ASSUMED: the engine's CUDA graphs, for up to 512 concurrent requests
 PAGE = 16  # tokens in a KV page of vLLM on CUDA
-# Bytes per request and vocabulary entry: logits in bf16 and float32, sorted, their order, two softmaxes, a cumulative
+# Bytes per request and vocabulary entry: logits, sorted, their order, two softmaxes, a cumulative
 # sum. An upper bound, from vLLM's V1 model runner: V2, the default on CUDA, starts up without top-k and top-p.
 SAMPLER = 30
 HEAD = 12  # bytes per logit of a chunk: log-probability, probability and a product in float32 (attention._TokenLogps)
@@ -288,7 +288,7 @@ def _make(sizes, args, sleep, card, world, rank, usable, train):
         widest = max(i * o for i, o in sizes.linears)
         updating.append(Row("trainer: one matrix unpacked", 2 * widest, "from 4 bits"))
 
-    stacks = item * slot * (sum(i + o for i, o in sizes.linears) + 2 * (sizes.vocab + sizes.hidden))
+    stacks = item * slot * sum(i + o for i, o in sizes.linears)
     engine = [
         Row("engine: base weights", loaded, "NF4 with its scales in float32" if args.load_4bit else kind),
         Row("engine: adapter slot", stacks, f"of rank {slot}"),

@@ -119,6 +119,7 @@ def fit(args, task):
 
     Raises SystemExit after a dry run, and for a run that this machine's memory cannot hold. Loads no model.
     """
+    run.RESOLVED.clear()  # of an earlier run in this process
     if getattr(args, "dry_run", False):
         dry_run(args, task)
         raise SystemExit(0)
@@ -140,9 +141,9 @@ def fit_gpu(args, card: Card):
     options = dict(world=ranks.world_size(), rank=adapter_rank(args), usable=card.usable, train=train)
     plan = make(found, flags, card.total, **options)
     if plan.problems() and os.environ.get("TURNWISE_PLAN") != "off":
+        look = "--dry_run prints the plan, an estimate; " if train else "This is an estimate: "
         raise SystemExit(
-            f"{args.model} on {verdict(card, plan, found, flags, **options)} --dry_run prints the plan, an estimate; "
-            "TURNWISE_PLAN=off starts the run anyway."
+            f"{args.model} on {verdict(card, plan, found, flags, **options)} {look}TURNWISE_PLAN=off starts the run anyway."
         )
     if ranks.rank() == 0:
         need = max(plan.total("sampling"), plan.total("update")) / GIB

@@ -227,7 +227,7 @@ def texts(lines, **wanted):
 
 
 def words_for(run, out):
-    return f"--adapter {run}/adapter --split dev --samples 2 --out {out}".split()
+    return f"--adapter {run}/adapter --split dev --samples 2 --top_p 0.98 --out {out}".split()
 
 
 @pytest.fixture(scope="module")

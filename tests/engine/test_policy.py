@@ -15,7 +15,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train_grpo
-from common import policy
+from common import attention, policy
 from common.attention import token_logps
 from common.batch import pack
 from common.policy import Policy
@@ -429,6 +429,26 @@ def test_the_trainer_leaves_no_tensor_on_the_cpu(make_args, monkeypatch):
     logps.sum().backward()
     grads = [p.grad for p in policy.model.parameters() if p.requires_grad]
     assert grads and all(grad.is_meta and grad.dtype == torch.float32 for grad in grads)
+
+
+@pytest.mark.parametrize("dtype, heads, grouped", [(torch.bfloat16, 2, True), (torch.float32, 4, False)])
+def test_attention_on_a_gpu_repeats_the_key_heads_only_where_no_fused_kernel_groups_them(
+    dtype, heads, grouped, monkeypatch
+):
+    """In float32 the only kernel with grouped heads keeps n^2 scores. Use tensors that claim to be on a GPU."""
+    seen = []
+
+    class OnGPU(torch.Tensor):
+        is_cuda = property(lambda self: True)
+
+    def attend(q, k, v, is_causal, scale, enable_gqa):
+        seen.append((q.shape[1], k.shape[1], v.shape[1], enable_gqa))
+        return q
+
+    monkeypatch.setattr(attention, "attend", attend)
+    query, key = (torch.zeros(1, n, 10, 8, dtype=dtype).as_subclass(OnGPU) for n in (4, 2))
+    found, _ = attention.segment_attention(None, query, key, key, None, segments=[(0, 4), (4, 10)])
+    assert found.shape == (1, 10, 4, 8) and seen == [(4, heads, heads, grouped)] * 2
 
 
 def test_bitsandbytes_steps_between_two_synchronisations_on_a_gpu(made, make_args, monkeypatch):

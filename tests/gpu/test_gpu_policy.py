@@ -1,4 +1,4 @@
-"""The trainer on one GPU, without vLLM:  pytest tests/gpu --policy_only    under a minute
+"""The trainer on one GPU, without vLLM:  pytest tests/gpu/test_gpu_policy.py    under a minute
 
 Without a GPU the tests run on the CPU, except those of the GPU's memory.
 """

@@ -7,15 +7,18 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def page():
+def page(tmp_path_factory):
     """Return (what the page prints, its report)."""
-    done = commands.command("-m", "tests.gpu")
-    return done.stdout, (commands.ROOT / "out/gpu_report.json").read_text()
+    report = tmp_path_factory.mktemp("page") / "gpu_report.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TURNWISE_GPU_REPORT", str(report))
+        done = commands.command("-m", "tests.gpu")
+    return done.stdout, report.read_text()
 
 
 def test_every_line_with_a_limit_is_within_it(page):
     printed, report = page
-    assert "all within their limits; figures: out/gpu_report.json" in printed and "FAILED" not in printed
+    assert "all within their limits; figures: " in printed and "FAILED" not in printed
     stages = json.loads(report)["stages"]
     assert list(stages) == ["machine", "ranks", "trainer", "engine", "engine_4bit", "steps", "speed"]
     limited = [found for lines in stages.values() for found in lines if not found["least"] is found["most"] is None]

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # The fixture two_ranks runs these commands on two ranks.
 RTPO_ON_RANKS = "train_rtpo.py --questions 3 --model tiny --steps 2 --eval_questions 5 --eval_every 0"
-EVAL_ON_RANKS = "eval.py --split dev --samples 2 --limit 5"
+EVAL_ON_RANKS = "eval.py --split dev --samples 2 --top_p 0.98 --limit 5"
 
 
 def launcher(ranks=1):
