@@ -49,9 +49,8 @@ class Engine:
 
     def __init__(self, policy: "Policy", args: Sampling):
         self.args, self.cuda = args, policy.device.type == "cuda"
-        self.sleep_mode = (
-            args.sleep if policy.optimizer and self.cuda else "none"
-        )  # eval.py needs no memory for training
+        # A CPU cannot free the engine's memory, and eval.py needs none for training.
+        self.sleep_mode = args.sleep if policy.optimizer and self.cuda else "none"
         self.asleep = False
         self.version, self.request, self.loaded = 0, None, 0
         self.step, self.phase = 0, 0
@@ -81,9 +80,8 @@ class Engine:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
-        os.environ.setdefault(
-            "VLLM_USE_FLASHINFER_SAMPLER", "0"
-        )  # compiles at first use; samples need no top-k or top-p
+        # FlashInfer's sampler compiles at its first use, and training samples need no top-k or top-p.
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         from vllm import LLM
 
         options = self.options(policy, args)

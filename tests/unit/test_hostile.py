@@ -15,7 +15,7 @@ from tasks.tags import Tags
 from tools import search, simulate
 
 SIZE = 100_000  # characters
-SECONDS = 3.0  # of CPU: three times what is promised
+SECONDS = 3.0  # CPU time of a reader: three times the promised second
 
 PIECES = {
     "boxes": "\\boxed{",
