@@ -36,13 +36,14 @@ class Limits:
     stop: list[str] = field(default_factory=list)  # strings that end a generation; the string itself is part of it
     stop_ids: list[int] = field(default_factory=list)  # token ids that end a generation
     tool_seconds: float = math.inf  # timeout of a tool call
+    score_seconds: float = math.inf  # timeout of `finish`: a late one ends the run
 
 
 class Environment:
     """Everything in a trajectory but the model: prompts, parsing of actions, tools, observations, the score.
 
-    The defaults describe an environment without tools or observations. Methods run in the loop's thread, except `call`,
-    which runs in many threads at once, and `finish`, which runs in another thread.
+    The defaults describe an environment without tools or observations. Methods run in the loop's thread, except `call`
+    and `finish`, which run in many threads at once.
     """
 
     def __init__(self, tokenizer, limits: Limits):
@@ -84,4 +85,7 @@ class Environment:
         return last.context_ids + last.action_ids + last.observation_ids
 
     def finish(self, trajectory: Trajectory, question: Question) -> None:
-        """Score a finished trajectory: set its outcome, in [0, 1], and further numbers in its info."""
+        """Score a finished trajectory: set its outcome, in [0, 1], and further numbers in its info.
+
+        An exception ends the run, with the question and the answer: a missing score must not count as wrong.
+        """

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tasks
-from common import environment, loop, rollout, run
+from common import calls, environment, loop, rollout, run
 from common.args import parse_args
 from common.policy import Policy
 from tasks import search_qa
@@ -36,16 +36,16 @@ class FourTurns(search_qa.SearchQA):
         return self.tool(turn.tool_input)
 
 
-class BarrierTools(loop.Tools):
-    """Tools whose answers are held back until no generation and no tool call is running."""
+class BarrierTools(calls.Calls):
+    """Tool calls whose answers are held back until no generation and no tool call is running."""
 
     def __init__(self, loop, *args):
         super().__init__(*args)
         self.loop, self.ready = loop, []
 
-    def answered(self, wait):
-        self.ready += super().answered(wait)
-        if self.calls or self.waiting or self.loop.generating:
+    def finished(self, wait):
+        self.ready += super().finished(wait)
+        if self.running or self.waiting or self.loop.generating:
             return []
         ready, self.ready = self.ready, []
         return ready
@@ -54,7 +54,7 @@ class BarrierTools(loop.Tools):
 class BarrierLoop(loop.Loop):
     def __init__(self, engine, task, greedy):
         super().__init__(engine, task, greedy)
-        self.tools = BarrierTools(self, task, engine.args.tool_workers, engine.args.tool_timeout)
+        self.tools = BarrierTools(self, "tool call", engine.args.tool_workers, engine.args.tool_timeout)
 
 
 def waits(seed):

@@ -27,6 +27,8 @@ RUNS_ANSWERS = re.compile(r"\b(eval|exec|parse_expr|sympify|simplify|parse_latex
 class GymQA(MathQA):
     """Questions of a reasoning_gym data set, answered by computing in Python. The data set's scorer decides: 0 or 1."""
 
+    score_keeps_time = False
+
     def __init__(self, score_answer: Callable[[str, dict], float], *args):
         super().__init__(*args)
         self.score_answer = score_answer

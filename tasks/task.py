@@ -32,6 +32,8 @@ class Task(Environment):
 
     examples: tuple[str, ...] = ()  # worked examples for --shots, as text of the tags protocol
     question_format = "{}"  # the prompt's text around a question
+    # Whether `score` itself limits its time; otherwise a call that takes longer than --tool_timeout ends the run.
+    score_keeps_time = False
 
     def __init__(
         self,
@@ -52,14 +54,19 @@ class Task(Environment):
         self.protocol = protocols[args.protocol](args, tokenizer, tool and tool.name, self.examples[: args.shots])
         # Such a tool limits the time of a call itself: it waits for a lost server, or ends code that runs too long.
         seconds = math.inf if tool and tool.keeps_time else args.tool_timeout
+        score_seconds = math.inf if self.score_keeps_time else args.tool_timeout
         stop, stop_ids = self.protocol.stop, self.protocol.stop_ids
-        super().__init__(tokenizer, Limits(args.max_turns, args.max_turn_tokens, stop, stop_ids, seconds))
+        limits = Limits(args.max_turns, args.max_turn_tokens, stop, stop_ids, seconds, score_seconds)
+        super().__init__(tokenizer, limits)
         self.context, self.window = args.context, args.window
         self.position = 0  # questions taken so far by all ranks together
         self.seed, self.order = args.seed, (None, [])
 
     def score(self, answer: str | None, question: Question) -> tuple[float, dict[str, float]]:
-        """Return (outcome in [0, 1], further numbers by name) of an answer; None: the trajectory has no answer."""
+        """Return (outcome in [0, 1], further numbers by name) of an answer; None: the trajectory has no answer.
+
+        Runs in many threads at once.
+        """
         raise NotImplementedError
 
     # -- questions

@@ -11,7 +11,7 @@ import torch
 from scripted_engine import DOCUMENTS, TOKENIZER, Scripted, Tool, play
 
 import train_grpo
-from common import adapters, ending, loop, run
+from common import adapters, calls, ending, loop, run
 from common.batch import pack
 from common.environment import Environment, Limits, Lost
 from common.turns import Group, Question, Trajectory
@@ -206,8 +206,8 @@ def test_a_hanging_call_times_out_and_delays_no_other():
 
 def test_a_tool_whose_calls_all_hang_ends_the_run(monkeypatch):
     release = threading.Event()
-    monkeypatch.setattr(loop, "HANGING", 3)
-    with pytest.raises(SystemExit, match="calls of the tool hang"):
+    monkeypatch.setattr(calls, "HANGING", 3)
+    with pytest.raises(SystemExit, match="tool calls hang"):
         play(two_hops, count=20, tool=lambda query: release.wait(30), tool_timeout=0.05, tool_workers=2)
     release.set()
 
@@ -350,12 +350,58 @@ def test_a_rollout_can_start_from_earlier_turns():
     assert (fork.outcome, len(fork.turns), len(t.turns)) == (1.0, 3, 3)
 
 
-def test_a_silent_wait_is_reported(monkeypatch):
+def hang_in_a_tool(monkeypatch):
+    play(two_hops, tool=lambda q: time.sleep(0.5) or "found", tool_workers=0)
+
+
+def hang_in_a_scorer(monkeypatch):
+    monkeypatch.setattr(search_qa.SearchQA, "finish", lambda *_: time.sleep(0.5))
+    play(two_hops)
+
+
+def lose_a_generation(monkeypatch):
+    def advance(self, started=time.monotonic(), real=Scripted.advance):
+        return real(self) if time.monotonic() - started > 0.5 else ()
+
+    monkeypatch.setattr(Scripted, "advance", advance)
+    play(two_hops)
+
+
+@pytest.mark.parametrize(
+    "wait, expected",
+    [
+        (hang_in_a_tool, "tool calls: 1 (search('Ada Cole') of question q, sample 0, turn 1, for "),
+        (hang_in_a_scorer, "scores: 1 (question q, sample 0, turn 3, for "),
+        (lose_a_generation, "generations: 1 (question q, sample 0, turn 1)"),
+    ],
+)
+def test_a_silent_wait_is_reported_with_question_sample_and_turn(wait, expected, monkeypatch):
+    """Also while the main thread is blocked: a tool at --tool_workers 0."""
     lines = []
     monkeypatch.setattr(run, "notice", lines.append)
-    monkeypatch.setattr(loop, "WATCHDOG", 0.1)
-    play(two_hops, tool=lambda q: time.sleep(0.4) or "found")
-    assert any("nothing has finished" in line and "search('Ada Cole')" in line for line in lines)
+    monkeypatch.setattr(calls, "WATCHDOG", 0.1)
+    wait(monkeypatch)
+    assert any(f"nothing has finished for 0 s; pending: {expected}" in line for line in lines), lines
+
+
+def test_a_score_that_is_late_ends_the_run_with_question_and_answer(monkeypatch):
+    release = threading.Event()
+    monkeypatch.setattr(search_qa.SearchQA, "finish", lambda *_: release.wait(30))
+    with pytest.raises(SystemExit) as stop:
+        play(two_hops, tool_timeout=0.2)
+    release.set()
+    assert str(stop.value) == (
+        "The score of question q, sample 0: no answer within 0.2 seconds (--tool_timeout). Raise --tool_timeout, or mend "
+        "the task's score(). Its answer: 'Bo Hale'."
+    )
+
+
+def test_a_score_that_raises_ends_the_run_with_question_and_answer(monkeypatch):
+    monkeypatch.setattr(search_qa.SearchQA, "score", lambda *_: {}["gold"])
+    with pytest.raises(
+        RuntimeError, match="The score of question q, sample 0: .* raised KeyError. Its answer: 'Bo Hale'"
+    ):
+        play(two_hops)
 
 
 def test_adapter_folders_of_dead_runs_are_removed_and_of_live_ones_kept(tmp_path):
