@@ -213,7 +213,7 @@ def main(args: Args) -> None:
     from common.log import Log
     from common.policy import Policy
     from common.rollout import Engine
-    from view import plan, show
+    from view import plan, report
 
     # ---- 1. setup
     task = tasks.load(args)
@@ -265,7 +265,7 @@ def main(args: Args) -> None:
             evaluate(engine, task, args, log, step)
         saver.save(log.write(step, task.position))
     if ranks.rank() == 0:
-        show.summary(run.directory(args), policy.tokenizer)
+        report.summary(run.directory(args), policy.tokenizer)
 
 
 if __name__ == "__main__":

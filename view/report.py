@@ -6,10 +6,14 @@ models and tools as text, never as markup. Size is bounded: curves by a number o
 
 import ast
 import json
+import os
+import shlex
 import statistics
+import sys
 import time
 from pathlib import Path
 
+from common import run
 from view import metrics, show
 
 POINTS = 600  # per curve; in longer curves each point is a mean over neighbours
@@ -48,6 +52,37 @@ def write(folder: str | Path, path: str | Path) -> str:
     path.write_bytes(page)
     shown, size = (sum(block[key] for block in blocks) for key in ("shown", "size"))
     return f"{path}: {len(page) / 1e6:.1f} MB, {shown} of the {size} samples"
+
+
+def summary(folder: str | Path, tokenizer) -> None:
+    """Print the table, the path of the curve, and the tutorial trajectory with its tokens (rank 0)."""
+    folder = Path(folder)
+    metrics = list(show.stream(folder / "metrics.jsonl"))
+    evals = [line for line in metrics if line["eval/em"] is not None]
+    first, last = evals[0], evals[-1]
+    print(f"\nHeld-out questions, greedy        before   after step {last['step']}")
+    for name, key in show.TABLE:
+        if first[key] is not None:  # math tasks have no F1
+            print(f"  {name:<30}{first[key]:8.3f}{last[key]:8.3f}")
+    print(f"\nLearning curve: {show.curve(metrics, folder / 'curve.png')}")
+    chosen = show.tutorial(show.stream(folder / "samples.jsonl"))
+    if chosen:
+        print(f"\nOne trajectory of step {chosen['step']}:")
+        print(show.describe(chosen, tokenizer, **show.terminal()))
+    print(f"\nReport, one HTML page: {write(folder, folder / 'report.html')}")
+    print(f"More trajectories: {command('show', folder, '--worst')}")
+    print(f"Metrics, samples and adapter: {folder}/")
+    sys.stdout.flush()
+
+
+def command(*words: str | Path) -> str:
+    """Return a shell command of `python -m view` that works in the current directory. words: its arguments."""
+    here = Path.cwd()
+    if here == run.ROOT:
+        python = os.path.relpath(sys.executable) if Path(sys.executable).is_relative_to(here) else sys.executable
+        return shlex.join([python, "-m", "view", *map(str, words)])
+    words = [str(word.absolute()) if isinstance(word, Path) else word for word in words]
+    return f"cd {shlex.quote(str(run.ROOT))} && {shlex.join([sys.executable, '-m', 'view', *words])}"
 
 
 def as_json(file: Path) -> dict:

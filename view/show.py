@@ -205,26 +205,6 @@ def terminal() -> dict:
 # ---- at the end of a run
 
 
-def summary(folder: str | Path, tokenizer) -> None:
-    """Print the table, the path of the curve, and the tutorial trajectory with its tokens (rank 0)."""
-    folder = Path(folder)
-    metrics = list(stream(folder / "metrics.jsonl"))
-    evals = [line for line in metrics if line["eval/em"] is not None]
-    first, last = evals[0], evals[-1]
-    print(f"\nHeld-out questions, greedy        before   after step {last['step']}")
-    for name, key in TABLE:
-        if first[key] is not None:  # math tasks have no F1
-            print(f"  {name:<30}{first[key]:8.3f}{last[key]:8.3f}")
-    print(f"\nLearning curve: {curve(metrics, folder / 'curve.png')}")
-    chosen = tutorial(stream(folder / "samples.jsonl"))
-    if chosen:
-        print(f"\nOne trajectory of step {chosen['step']}:")
-        print(describe(chosen, tokenizer, **terminal()))
-    print(f"\nMetrics, samples and adapter: {folder}/")
-    print(f"More trajectories: python -m view show {folder} --worst; as a page: python -m view report {folder}")
-    sys.stdout.flush()
-
-
 def curve(metrics: list[dict], path: Path, title: str | None = None) -> Path:
     """Draw held-out exact match and training reward over steps as a PNG. Returns its path."""
     import matplotlib

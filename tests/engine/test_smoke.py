@@ -71,6 +71,7 @@ def test_a_run_directory_has_arguments_environment_code_adapter_and_curve(finish
         "samples.jsonl",
         "adapter",
         "curve.png",
+        "report.html",
     } <= names
     assert json.loads((out / "args.json").read_text())["group"] == 4
     assert json.loads((out / "environment.json").read_text())["packages"]["torch"]
@@ -84,7 +85,7 @@ def test_a_run_writes_every_sample(finished):
 
 
 def test_a_run_prints_its_result_and_a_trajectory(finished):
-    for words in ("before   after step 2", "curve.png", "turn 1", "advantage"):
+    for words in ("before   after step 2", "curve.png", "report.html: 0.", "turn 1", "advantage"):
         assert words in finished[1].stdout
 
 

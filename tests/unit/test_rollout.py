@@ -360,7 +360,9 @@ def hang_in_a_scorer(monkeypatch):
 
 
 def lose_a_generation(monkeypatch):
-    def advance(self, started=time.monotonic(), real=Scripted.advance):
+    started, real = time.monotonic(), Scripted.advance
+
+    def advance(self):
         return real(self) if time.monotonic() - started > 0.5 else ()
 
     monkeypatch.setattr(Scripted, "advance", advance)

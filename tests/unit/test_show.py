@@ -174,6 +174,18 @@ def test_text_of_a_model_cannot_control_the_terminal(folder, capsys):
     assert NASTY in text and r"\x1b[2J\x07 Zürich 東京" in text and "\x1b" not in text
 
 
+@pytest.mark.parametrize("here", [ROOT, None])
+def test_a_printed_command_works_in_this_folder_and_with_spaces_in_names(here, folder, tmp_path, monkeypatch):
+    at = folder([line(1)])
+    spaced = tmp_path / "a run's folder"
+    spaced.mkdir()
+    shutil.copy(at / "samples.jsonl", spaced)
+    monkeypatch.chdir(here or tmp_path)
+    words = report.command("show", spaced if here else Path(spaced.name), "--worst")
+    done = subprocess.run(words, shell=True, capture_output=True, text=True)
+    assert "step 1, train: 1 of 1" in done.stdout, done.stderr
+
+
 def test_a_cut_last_line_is_ignored(folder, capsys):
     at = folder([line(1), line(2)])
     with open(at / "samples.jsonl", "ab") as file:
