@@ -183,7 +183,7 @@ def test_a_printed_command_works_in_this_folder_and_with_spaces_in_names(here, f
     monkeypatch.chdir(here or tmp_path)
     words = report.command("show", spaced if here else Path(spaced.name), "--worst")
     done = subprocess.run(words, shell=True, capture_output=True, text=True)
-    assert "step 1, train: 1 of 1" in done.stdout, done.stderr
+    assert "step 1, train: worst, 1 of 1" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_cut_last_line_is_ignored(folder, capsys):
