@@ -60,7 +60,7 @@ class Sampling:
     """tokens per generation"""
     max_observation_tokens: int = 512
     """tokens per tool output, its tags included"""
-    max_context: int = 4096
+    max_context: int = 5120
     """tokens of context and generation together; a trajectory that reaches it ends"""
     temperature: float = 1.0
     """of sampling; log-probabilities are taken at the same temperature"""
@@ -156,11 +156,12 @@ def parse_args(Args: type[Flags], argv: list[str] | None = None) -> Flags:
     """Parse flags. Defaults are the embedded model's preset or the resumed run. Raises SystemExit for bad values."""
     import tyro
 
-    # Set before these libraries are imported: they would warn about NUMA nodes and an optional kernel in every run.
+    # Set before these libraries are imported: they would warn about NUMA nodes and optional kernels in every run.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same setting
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # rows of many lengths fragment memory
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    for library in ("bitsandbytes", "vllm"):  # vLLM reads VLLM_LOGGING_LEVEL later
+        logging.getLogger(library).setLevel(logging.ERROR)
     argv = sys.argv[1:] if argv is None else argv
     model = next((f.default for f in dataclasses.fields(Args) if f.name == "model"), "")
     for i, word in enumerate(argv):
@@ -213,7 +214,9 @@ def check(args: Sampling) -> None:
     for name, holds, message in LIMITS:
         if name in given and not holds(given[name]):
             raise SystemExit(f"--{name} {given[name]}: {message}.")
-    missing = [name for name in ("wandb", "tensorboard") if given.get(name) and not importlib.util.find_spec(name)]
+    # A folder of that name is found too, without an origin: it is no package.
+    found = {name: importlib.util.find_spec(name) for name in ("wandb", "tensorboard") if given.get(name)}
+    missing = [name for name, spec in found.items() if spec is None or spec.origin is None]
     if missing:
         raise SystemExit(f"--{' --'.join(missing)}: not installed: .venv/bin/pip install {' '.join(missing)}")
     if given.get("minibatches", 1) > given.get("questions", 1):

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 WRITTEN_FOR = "0.32.0"
 
 
-def replace_lora_operator() -> str:
-    """Replace the operator where that is safe. Returns a one-line report for the log."""
+def replace_lora_operator() -> str | None:
+    """Replace the operator where that is safe. Returns the reason for not doing it, in one line, or None."""
     import torch
     import vllm
     from vllm.lora.punica_wrapper import punica_cpu
@@ -61,7 +61,7 @@ def replace_lora_operator() -> str:
     punica_cpu.bgmv_shrink, punica_cpu.bgmv_expand, punica_cpu.bgmv_expand_slice = shrink, expand, expand_slice
     punica_cpu.sgmv_shrink, punica_cpu.sgmv_expand = sgmv_shrink, sgmv_expand
     punica_cpu.sgmv_expand_slice = sgmv_expand_slice
-    return "CPU LoRA: exact matrix product in place of vLLM's per-token gather"
+    return None
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import statistics
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from common import ending, ranks, run
 from common.args import Shared
-from common.turns import Group
+from common.turns import Group, sample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,15 +31,8 @@ METRICS = (
     *(f"rollout/stop_{stop}" for stop in STOPS),
     *("loss/policy", "loss/clip_frac", "loss/kl_ref"),
     *("policy/entropy", "policy/ratio_max", "policy/sampler_absdiff", "policy/sampler_maxdiff"),
-    *(
-        "policy/sampler_kl",
-        "policy/sampler_ratio",
-        "policy/sampler_nonfinite",
-        "optim/lr",
-        "optim/grad_norm",
-        "optim/skipped",
-        "optim/updates",
-    ),
+    *("policy/sampler_kl", "policy/sampler_ratio", "policy/sampler_nonfinite"),
+    *("optim/lr", "optim/grad_norm", "optim/skipped", "optim/updates"),
     *("time/rollout", "time/update", "time/evaluate", "time/step", "time/rank_spread"),
     *("perf/tokens_per_s", "perf/trained_tokens_per_s", "perf/peak_gb", "perf/free_gb"),
     *("perf/rss_gb", "perf/open_files", "perf/threads"),
@@ -56,8 +50,8 @@ class Log:
     def __init__(self, args: Shared, last: Path | None = None):
         """last: the checkpoint to resume from."""
         self.args, self.folder = args, run.directory(args)
-        self.sums, self.maxima, self.quiet, self.bar, self.shown = {}, {}, [], None, {}
-        self.skipped = 0  # steps in a row
+        self.sums, self.maxima, self.bar, self.shown = {}, {}, None, {}
+        self.streaks = {}  # warning -> steps in a row that gave reason for it
         # Whether this rank had tokens to train: in each update of the step, and in the current one.
         self.updates, self.trained = [], False
         self.started = time.monotonic()
@@ -68,9 +62,16 @@ class Log:
 
                 begun = (self.folder / "environment.json").read_bytes()  # --resume continues the same wandb run
                 name = hashlib.blake2b(begun, digest_size=8).hexdigest()
-                config = dataclasses.asdict(args)
                 ending.at_end(wandb.finish)
-                wandb.init(project="turnwise", name=self.folder.name, id=name, config=config, resume="allow")
+                # In the run directory: a folder "wandb" in the current one could be imported in place of the package.
+                options = dict(
+                    name=self.folder.name,
+                    id=name,
+                    config=dataclasses.asdict(args),
+                    resume="allow",
+                    dir=str(self.folder),
+                )
+                wandb.init(project=os.environ.get("WANDB_PROJECT", "turnwise"), **options)
                 self.mirrors.append(lambda line: wandb.log(line, step=line["step"]))
             if args.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
@@ -81,21 +82,22 @@ class Log:
                 self.mirrors.append(lambda line: [writer.add_scalar(k, v, line["step"]) for k, v in line.items()])
 
     def steps(self, done: int) -> Iterable[int]:
-        """Return the steps after `done`, up to --steps, as a progress bar with the last reward and evaluation."""
-        from tqdm import tqdm
+        """Return the steps after `done`, up to --steps, as a progress bar with the last reward and evaluation.
 
+        Without a terminal `write` prints a line a step instead.
+        """
         left = range(done + 1, self.args.steps + 1)
-        self.bar = tqdm(left, desc="steps", initial=done, total=self.args.steps, disable=ranks.rank() > 0)
+        terminal = {} if sys.stderr.isatty() else {"disable": True}
+        self.bar = run.progress(left, desc="steps", initial=done, total=self.args.steps, **terminal)
         return self.bar
 
     def state(self) -> dict:
-        """Return the log's part of a checkpoint: the counters of the warnings, and the file sizes (rank 0)."""
+        """Return the log's part of a checkpoint: the file sizes."""
         paths = (self.folder / name for name in ("metrics.jsonl", "samples.jsonl"))
-        return {"quiet": self.quiet, "sizes": {path.name: path.stat().st_size for path in paths if path.exists()}}
+        return {"sizes": {path.name: path.stat().st_size for path in paths if path.exists()}}
 
     def restore(self, state: dict, step: int) -> None:
         """Resume after `step`: cut off later lines, so that the files have every step once."""
-        self.quiet = state["quiet"]
         if ranks.rank() > 0:
             return
         for name, size in state["sizes"].items():
@@ -253,8 +255,11 @@ class Log:
             for mirror in self.mirrors:
                 mirror({k: v for k, v in line.items() if v is not None})
             self._warn(line)
-            if self.bar is not None:
-                self.shown |= {k: round(line[k], 3) for k in ("reward/mean", "eval/em") if line[k] is not None}
+            self.shown |= {k: f"{line[k]:.3f}" for k in ("reward/mean", "eval/em") if line[k] is not None}
+            if self.bar is not None and self.bar.disable:
+                values = ", ".join(f"{key} {value}" for key, value in self.shown.items())
+                run.notice(f"step {step} of {self.args.steps}: {values}; {line['time/step']:.1f} s")
+            elif self.bar is not None:
                 self.bar.set_postfix(self.shown)
         return line
 
@@ -279,21 +284,27 @@ class Log:
         line["perf/trained_tokens_per_s"] = trained / line["time/update"] if line["time/update"] else None
 
     def _warn(self, line):
-        """Warn of updates without effect, and of a tool that is never called or fails: the policy would learn to do without it."""
-        self.skipped = self.skipped + 1 if line["optim/skipped"] else 0
-        if self.skipped == 3:
-            run.notice(
-                f"warning: step {line['step']}: for 3 steps updates have been skipped, because the gradient was not finite. A lower "
-                "--lr or --grad_clip may help; policy/sampler_nonfinite and policy/ratio_max show where it comes from"
-            )
-        if line["rollout/tool_calls"] is None or self.args.tools == "off":
-            return
-        success = line["rollout/tool_success"]
-        self.quiet = (self.quiet + [(line["rollout/tool_calls"] == 0, success is not None and success < 0.8)])[-3:]
-        if len(self.quiet) == 3 and all(silent for silent, _ in self.quiet):
-            run.notice(f"warning: step {line['step']}: no tool has been called for 3 steps")
-        if len(self.quiet) == 3 and all(failing for _, failing in self.quiet):
-            run.notice(f"warning: step {line['step']}: more than 20 % of tool calls have failed for 3 steps")
+        """Warn of a fault that has lasted for 3 steps, and again every 20 steps. Without a working tool the policy would learn
+        to do without it."""
+        calls, success = line["rollout/tool_calls"], line["rollout/tool_success"]
+        tool = self.args.tools != "off" and calls is not None
+        for text, holds in (
+            (
+                "updates have been skipped, because the gradient was not finite. A lower --lr or --grad_clip may help; "
+                "policy/sampler_nonfinite and policy/ratio_max show where it comes from",
+                bool(line["optim/skipped"]),
+            ),
+            (
+                "every advantage has been 0: nothing is learned. Easier questions or a larger --group may help; "
+                "python -m view show prints the answers",
+                line["credit/zero_frac"] == 1,
+            ),
+            ("no tool has been called", tool and calls == 0),
+            ("more than 20 % of tool calls have failed", tool and success is not None and success < 0.8),
+        ):
+            self.streaks[text] = steps = self.streaks.get(text, 0) + 1 if holds else 0
+            if steps and (steps == 3 or steps % 20 == 0):
+                run.notice(f"warning: step {line['step']}: for {steps} steps {text}")
 
     def samples(self, step: int, kind: str, groups: list[Group], advantages: list | None = None) -> None:
         """Append every trajectory to samples.jsonl: text, tool call, output and advantage of each turn; outcome."""
@@ -310,36 +321,3 @@ class Log:
 def nan_max(values: Iterable[float]) -> float:
     """Return the maximum, or nan if there is one, so that an unknown peak does not look small."""
     return max(values, key=lambda value: (math.isnan(value), value))
-
-
-def sample(step, kind, question, number, trajectory, adv_K):
-    """Return one line of samples.jsonl, as plain data."""
-    turns = [
-        {
-            "text": turn.text,
-            "tokens": len(turn.action_ids),
-            "tool": turn.tool,
-            "tool_input": turn.tool_input,
-            "tool_output": turn.tool_output,
-            "tool_status": turn.tool_status,
-            "observation_tokens": len(turn.observation_ids),
-            "advantage": adv,
-            "info": turn.info,
-        }
-        for turn, adv in zip(trajectory.turns, adv_K)
-    ]
-    return {
-        "step": step,
-        "kind": kind,
-        "question_id": question.id,
-        "question": question.text,
-        "golds": question.golds,
-        "draw": question.draw,
-        "sample": number,
-        "forked": trajectory.forked,
-        "answer": trajectory.answer,
-        "outcome": trajectory.outcome,
-        "stop": trajectory.stop,
-        "info": trajectory.info,
-        "turns": turns,
-    }

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from tqdm import tqdm
 
 from common import cpu_build, memory, ranks, run
 from common.adapters import AdapterStore
@@ -87,7 +86,7 @@ class Engine:
         options = self.options(policy, args)
         if not self.cuda:
             report = cpu_build.replace_lora_operator()
-            if ranks.rank() == 0:
+            if report and ranks.rank() == 0:
                 run.notice(report)
         with warnings.catch_warnings(), contextlib.nullcontext() if self.cuda else cpu_build.hidden_from_start_up():
             warnings.simplefilter("ignore", FutureWarning)
@@ -244,7 +243,8 @@ class Engine:
         self._load_newest()
         self.phase += 1
         loop = Loop(self, task, greedy)
-        with tqdm(total=len(rollouts), desc=progress, leave=False, disable=not progress or ranks.rank() > 0) as bar:
+        hidden = {} if progress else {"disable": True}
+        with run.progress(total=len(rollouts), desc=progress, leave=False, **hidden) as bar:
             loop.run(rollouts, bar.update)
 
     def add(self, request_id, ids, max_tokens, stop, stop_ids, temperature, seed) -> None:

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +29,7 @@ from common.models import EMBEDDED
 
 if TYPE_CHECKING:
     import torch
+    import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("common", "tasks", "tools", "view")  # the code that is copied to the run directory
@@ -44,6 +45,14 @@ def notice(text: str) -> None:
     from tqdm import tqdm
 
     tqdm.write(text, file=sys.stderr)
+
+
+def progress(items: Iterable | None = None, **options) -> "tqdm.tqdm":
+    """Return a progress bar on rank 0. Without a terminal it prints a line after a minute, and one a minute."""
+    from tqdm import tqdm
+
+    quiet = {} if sys.stderr.isatty() else {"delay": 60, "mininterval": 60}
+    return tqdm(items, **{"disable": ranks.rank() > 0} | quiet | options)
 
 
 def launch(main: Callable, args) -> None:

@@ -68,3 +68,36 @@ class Group:
     question: Question
     trajectories: list[Trajectory]
     info: dict[str, float] = field(default_factory=dict)
+
+
+def sample(step: int, kind: str, question: Question, number: int, trajectory: Trajectory, adv_K: list) -> dict:
+    """Return one line of samples.jsonl, as plain data."""
+    turns = [
+        {
+            "text": turn.text,
+            "tokens": len(turn.action_ids),
+            "tool": turn.tool,
+            "tool_input": turn.tool_input,
+            "tool_output": turn.tool_output,
+            "tool_status": turn.tool_status,
+            "observation_tokens": len(turn.observation_ids),
+            "advantage": adv,
+            "info": turn.info,
+        }
+        for turn, adv in zip(trajectory.turns, adv_K)
+    ]
+    return {
+        "step": step,
+        "kind": kind,
+        "question_id": question.id,
+        "question": question.text,
+        "golds": question.golds,
+        "draw": question.draw,
+        "sample": number,
+        "forked": trajectory.forked,
+        "answer": trajectory.answer,
+        "outcome": trajectory.outcome,
+        "stop": trajectory.stop,
+        "info": trajectory.info,
+        "turns": turns,
+    }

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import tasks
 from common import ranks
-from common.log import STOPS, sample
-from common.turns import Question, Trajectory
+from common.log import STOPS
+from common.turns import Question, Trajectory, sample
 from tasks import loading, stats
 from tasks.task import Task
 

@@ -9,9 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
-from common import ranks
+from common import run
 from common.turns import Question
 from tasks.files import TEST, single_spaced
 from tasks.math_qa import MathQA
@@ -68,7 +66,7 @@ def gym_questions(args: "Sampling") -> tuple:
                 f"--task {args.task}: this data set cannot be created without a configuration ({error})."
             ) from None
         made = {}
-        for entry in tqdm(dataset, desc=f"{args.task} {part}", leave=False, disable=ranks.rank() > 0):
+        for entry in run.progress(dataset, desc=f"{args.task} {part}", leave=False):
             made.setdefault(single_spaced(entry["question"]), entry)
         fresh = [entry for text, entry in made.items() if text not in taken]
         # No gold: several answers are right, and only the scorer knows them.

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common import cache
+from common import cache, run
 from tasks.wordings import Wording
 
 if TYPE_CHECKING:
@@ -96,7 +96,6 @@ def _train(tokenizer, lesson, steps, wording):
     All rows begin with the instruction, so its keys and values are computed once a step and shared.
     """
     import torch
-    from tqdm import tqdm
     from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
@@ -119,7 +118,7 @@ def _train(tokenizer, lesson, steps, wording):
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     prefix = tokenizer.encode(wording.instruction)
     rng = random.Random(2)
-    bar = tqdm(range(steps), desc="pretraining a tiny base (once)")
+    bar = run.progress(range(steps), desc="pretraining a tiny base (once)")
     for step in bar:
         done = step / steps
         for optimizer, peak in zip(optimizers, peaks):

@@ -78,7 +78,7 @@ TABLE = [
     ),
     ("--model {qwen} --task latin.jsonl --corpus c.jsonl", "latin.jsonl, line 2: not UTF-8"),
     ("--model {qwen} --task long_gold.jsonl --corpus c.jsonl", "line 1: its shortest answer takes .*--max_turn_tokens"),
-    ("--model {qwen} --task long_question.jsonl --corpus c.jsonl", "long_question.jsonl, line .*--max_context is 4096"),
+    ("--model {qwen} --task long_question.jsonl --corpus c.jsonl", "long_question.jsonl, line .*--max_context is 5120"),
     ("--model {qwen} --task empty.jsonl --corpus c.jsonl", "empty.jsonl: no questions"),
     ("--model {qwen} --task gone.jsonl --corpus c.jsonl", "--task gone.jsonl: No such file"),
     ("--model {qwen} --task q.jsonl", "--task q.jsonl needs something to search in: --corpus .*--retriever"),

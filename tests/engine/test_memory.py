@@ -463,7 +463,7 @@ def test_the_first_prompt_is_shown_as_the_model_sees_it(dry, published):
     task = tasks.load(args)
     ids = task.prompt_ids(task.take(1)[0])
     assert task.decode(ids) in shown
-    assert f"{len(ids)} tokens of prompt; {4096 - len(ids)} of --max_context 4096 are left" in shown
+    assert f"{len(ids)} tokens of prompt; {5120 - len(ids)} of --max_context 5120 are left" in shown
 
 
 def test_the_warning_of_a_too_long_trajectory_is_exact_to_the_token(dry):

@@ -1,5 +1,6 @@
 """The run directory and the metrics."""
 
+import importlib
 import json
 import math
 import os
@@ -17,8 +18,9 @@ import random_groups
 
 import train_grpo
 from common import ending, run
-from common.log import METRICS, Log, sample
-from common.turns import Turn
+from common.args import parse_args
+from common.log import METRICS, Log
+from common.turns import Turn, sample
 from view import metrics, show
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -209,6 +211,40 @@ def test_three_steps_without_a_working_tool_give_a_warning(log, monkeypatch, sta
         log.rollouts(made, advantages)
         log.write(step, step)
     assert len(notices) == 1 and words in notices[0]
+
+
+def test_three_steps_without_any_advantage_give_a_warning(log, monkeypatch):
+    notices = []
+    monkeypatch.setattr(run, "notice", notices.append)
+    made, advantages = random_groups.groups(count=1)
+    zero = [[[0.0] * len(adv_K) for adv_K in adv_GK] for adv_GK in advantages]
+    for step, credit in enumerate([zero, zero, advantages, zero, zero, zero, zero], 1):
+        log.rollouts(made, credit)
+        log.write(step, step)
+    assert [notice for notice in notices if "advantage" in notice] == [
+        "warning: step 6: for 3 steps every advantage has been 0: nothing is learned. Easier questions or a larger --group may "
+        "help; python -m view show prints the answers"
+    ]
+
+
+def test_a_step_is_a_line_without_a_terminal_and_a_bar_in_one(log, monkeypatch, capsys):
+    log.args.steps = 2
+    for terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal, raising=False)
+        for step in log.steps(0):
+            log.mean("reward/mean", 0.25)
+            log.write(step, step)
+        shown = capsys.readouterr().err
+        assert ("step 2 of 2: reward/mean 0.250; 0.0 s" in shown) == (not terminal)
+        assert ("steps: 100%" in shown) == terminal and shown.count("\n") == (1 if terminal else 2), shown
+
+
+def test_a_folder_named_wandb_is_not_taken_for_the_package(tmp_path, monkeypatch):
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *(p for p in sys.path if p)])
+    importlib.invalidate_caches()
+    with pytest.raises(SystemExit, match="--wandb: not installed"):
+        parse_args(train_grpo.Args, ["--model", "tiny", "--wandb"])
 
 
 def test_a_run_without_a_tool_gives_no_warning(tmp_path, monkeypatch):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import random_groups
 
-from common.log import METRICS, sample
-from common.turns import Question, Trajectory, Turn
+from common.log import METRICS
+from common.turns import Question, Trajectory, Turn, sample
 from view import report, show
 from view.__main__ import look
 
