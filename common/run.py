@@ -69,8 +69,9 @@ def launch(main: Callable, args) -> None:
         if ranks.world_size() > 1:
             text += f"\nThis was rank {ranks.rank()}. If another rank ended first, see its own message."
         ending.exit_now(1, text)
-    if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
-        ending.exit_now(0)  # tearing down NCCL and the engine may hang, and everything is written
+    if ranks.world_size() > 1 or ("torch" in sys.modules and sys.modules["torch"].cuda.is_initialized()):
+        # Everything is written. Tearing down NCCL and the engine may hang, and gloo aborts if rank 0 has ended first.
+        ending.exit_now(0)
     with ending.EXITING:  # waits for another thread that is exiting
         pass
 

@@ -524,11 +524,12 @@ def test_an_error_saves_too_and_exits_with_1(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_used_a_gpu_ends_without_the_interpreter_s_shutdown(tmp_path):
-    """Pretend that CUDA was initialised. The interpreter's shutdown, which may hang, would run the atexit handler."""
-    body = """import atexit, torch
+@pytest.mark.parametrize("many", ["torch.cuda.is_initialized = lambda: True", "os.environ['WORLD_SIZE'] = '2'"])
+def test_a_run_on_a_gpu_or_on_several_ranks_ends_without_the_interpreter_s_shutdown(tmp_path, many):
+    """The shutdown would run the atexit handler. NCCL's may hang; gloo's aborts when rank 0 has ended first."""
+    body = f"""import atexit, os, torch
     atexit.register(lambda: (folder / "shut down").write_text(""))
-    torch.cuda.is_initialized = lambda: True"""
+    {many}"""
     code, text = ended(tmp_path, body)
     assert code == 0 and (tmp_path / "saved").exists() and not (tmp_path / "shut down").exists()
     assert text.strip() == "Go on with: --resume"
