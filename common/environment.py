@@ -21,10 +21,14 @@ class Failed(Exception):
 
 @dataclass
 class Action:
-    """The action of a generation: a tool call with its input, or (tool None) the final answer."""
+    """The action of a generation: a tool call with its input, or (tool None) the final answer.
+
+    several: whether other calls follow it, which do not run
+    """
 
     tool: str | None
     text: str
+    several: bool = field(default=False, compare=False)
 
 
 @dataclass

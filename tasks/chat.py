@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from common import ranks, run
 from common.environment import Action
+from tasks.calls import first_call
 from tasks.tags import Tags, _boxed
 from tasks.templates import (
     ASKED,
@@ -20,10 +21,13 @@ from tasks.templates import (
     THOUGHT,
     cleaned,
     end_ids,
+    first_messages,
     harmless,
+    in_a_line,
     marks,
     message,
     render,
+    takes_system,
     thinks,
 )
 from tasks.thinking import spoken
@@ -50,17 +54,8 @@ class Chat:
     ):
         if not tool:
             raise SystemExit("--protocol chat needs a tool. With --tools off use --protocol tags.")
-        self.boxed = args.answer == "boxed"
-        self.thinks = thinks(tokenizer)
-        self.tokenizer, self.tool, self.wording = tokenizer, tool, wording_for(tool, self.boxed, self.thinks)
-        self.limit, self.invalid_message = args.max_observation_tokens, self.wording.chat_invalid
-        self.stop_ids = end_ids(tokenizer)
-        self.ends = [end for end in map(tokenizer.decode, self.stop_ids) if end]
-        parameter, meaning = self.wording.parameter
-        properties = {parameter: {"type": "string", "description": meaning}}
-        function = {"name": tool, "description": self.wording.description}
-        function["parameters"] = {"type": "object", "properties": properties, "required": [parameter]}
-        self.schema = {"type": "function", "function": function}
+        self.boxed, self.limit = args.answer == "boxed", args.max_observation_tokens
+        self.tokenizer, self.tool = tokenizer, tool
         if not tokenizer.chat_template:
             raise SystemExit("--protocol chat: this model has no chat template. Use --protocol tags.")
         if args.template == "off":
@@ -72,23 +67,37 @@ class Chat:
                 "--shots: the worked examples are in the tags protocol. With --protocol chat use --shots 0."
             )
         try:
+            self.thinks = thinks(tokenizer)
+            self.wording = wording_for(tool, self.boxed, self.thinks)
+            self.invalid_message = self.wording.chat_invalid
+            self.schema = self._schema()
+            self.separate = takes_system(tokenizer, self.wording.chat_system, ASKED, tools=[self.schema])
+            self.stop_ids = end_ids(tokenizer)
+            self.ends = [end for end in map(tokenizer.decode, self.stop_ids) if end]
             self._learn()
             note = self._habit(args.context)
         except Exception as error:  # a template may raise anything on a message that it does not expect
-            reason = " ".join(str(error).split()) or type(error).__name__
             raise SystemExit(
-                f"--protocol chat: the chat template cannot be used for tool calls ({reason}). Use --protocol tags."
+                f"--protocol chat: the chat template cannot be used for tool calls ({in_a_line(error)}). "
+                "Use --protocol tags."
             ) from None
         if note and ranks.rank() == 0:
             run.notice(f"chat template: {note}")
 
     # -- the texts of the template
 
+    def _schema(self):
+        parameter, meaning = self.wording.parameter
+        properties = {parameter: {"type": "string", "description": meaning}}
+        function = {"name": self.tool, "description": self.wording.description}
+        function["parameters"] = {"type": "object", "properties": properties, "required": [parameter]}
+        return {"type": "function", "function": function}
+
     def _render(self, *messages, generation=False):
         return render(self.tokenizer, self._first(ASKED) + list(messages), generation, tools=[self.schema])
 
     def _first(self, text):
-        return [message("system", self.wording.chat_system), message("user", text.strip())]
+        return first_messages(self.wording.chat_system, text, self.separate)
 
     def _call(self, thought=""):
         content = f"<think>\n{thought}\n</think>\n\n" if thought else ""
@@ -163,41 +172,40 @@ class Chat:
     def parse(self, text: str) -> Action | None:
         """Return the action in a generation's text outside its thinking, or None.
 
-        In the tagged format the first complete call or answer counts. In the other one a call is the whole message.
+        In the tagged format the first complete call or answer counts. In the other one a call begins the message.
         """
         text = "" if self.thinks_on(text) else spoken(text)
         if not self.tagged:
-            whole = text.strip()
-            for end in self.ends:
-                whole = whole.removesuffix(end)
-            whole = whole.strip().removeprefix("<|python_tag|>").strip()
-            if whole.startswith("{"):
+            whole = text.strip().removeprefix("<|python_tag|>").strip()
+            if re.match(r"(?:```\w*)?[\s\[]*\{", whole):
                 return self._called(whole)
         names = "tool_call" if self.boxed else "tool_call|answer"
         found = re.search(rf"<({names})>((?:(?!<\1>).)*?)</\1>", text, re.DOTALL)
         if not found and self.boxed:
             return _boxed(text)
         if found and found[1] == "answer":
-            return Action(None, found[2].strip())
-        return self._called(found[2]) if found and self.tagged else None
+            # An answer tag within the JSON of a call that is not complete is no answer.
+            return None if re.search(r"<tool_call>\s*\{", text[: found.start()]) else Action(None, found[2].strip())
+        return self._called(found[2], text[found.end() :]) if found and self.tagged else None
 
-    def _called(self, text):
-        try:
-            call = json.loads(text)
-            argument = call["arguments" if "arguments" in call else "parameters"][self.wording.parameter[0]]
-            if call["name"] != self.tool or not isinstance(argument, str):
-                return None
-        except (ValueError, KeyError, TypeError, RecursionError):
+    def _called(self, text, after=""):
+        """Return the action of the call that a text begins with, or None. after: the message's text after its tag."""
+        if not (call := first_call(text, [self.schema])):
             return None
+        name, arguments, several = call
         # JSON can contain lone surrogates, which neither a file nor a tokenizer can encode.
-        return Action(self.tool, cleaned(self.tool, argument.encode(errors="replace").decode()))
+        argument = arguments[self.wording.parameter[0]].encode(errors="replace").decode()
+        return Action(name, cleaned(name, argument), several or "<tool_call>" in after)
 
-    def observation(self, output: str, tool: str | None) -> tuple[str, list[int]]:
+    def observation(self, output: str, tool: str | None, note: str = "") -> tuple[str, list[int]]:
         """Return (the output as the model sees it, token ids from the end of the model's message to its next one).
 
-        The output is cut to the limit. tool: None for the invalid message.
+        The output is cut to the limit. tool: None for the invalid message. note: a sentence in front of the output, left
+        out where the limit has no room for it.
         """
         head, tail = self.around if tool else self.around_invalid
+        if len(self._encode(head + note + tail)) < self.limit:
+            head += note
         output, quotes = harmless(output, self.marks), self.quotes and tool
         body = json.dumps(output, ensure_ascii=False)[1:-1] if quotes else output
         ids = self._encode(head + body + tail)

@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING
 
 from common.environment import Action
 from tasks import equality
-from tasks.templates import adds_bos, cleaned, end_ids, harmless, marks, message, render, thinks
+from tasks.templates import (
+    ASKED,
+    adds_bos,
+    cleaned,
+    end_ids,
+    first_messages,
+    harmless,
+    marks,
+    render,
+    takes_system,
+    thinks,
+)
 from tasks.thinking import spoken
 from tasks.wordings import question_line, wording_for
 
@@ -33,8 +44,17 @@ class Tags:
     ):
         self.boxed = args.answer == "boxed"
         self.templated = args.template == "on" or (args.template == "auto" and tokenizer.chat_template is not None)
-        self.thinks = self.templated and thinks(tokenizer)
-        self.tokenizer, self.tool, self.wording = tokenizer, tool, wording_for(tool, self.boxed, self.thinks)
+        try:
+            self.thinks = self.templated and thinks(tokenizer)
+            self.wording = wording_for(tool, self.boxed, self.thinks)
+            prompt = self.wording.instruction + question_line(ASKED)
+            self.separate = self.templated and takes_system(tokenizer, self.wording.system, prompt)
+        except ValueError as reason:
+            raise SystemExit(
+                f"The chat template of {tokenizer.name_or_path or 'this model'} cannot show the prompt ({reason}). "
+                "Use --template off."
+            ) from None
+        self.tokenizer, self.tool = tokenizer, tool
         self.limit = args.max_observation_tokens
         # A closing action tag ends a generation. So does the opening tag of an output: only the tool writes those.
         ends = (tool and f"</{tool}>", not self.boxed and "</answer>", self.wording.around[0].strip())
@@ -52,7 +72,7 @@ class Tags:
         if not self.templated:
             bos = [self.tokenizer.bos_token_id] if adds_bos(self.tokenizer) else []
             return bos + self.tokenizer.encode(text, add_special_tokens=False)
-        text = render(self.tokenizer, [message("system", self.wording.system), message("user", text.strip())], True)
+        text = render(self.tokenizer, first_messages(self.wording.system, text, self.separate), True)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def thinks_on(self, text: str) -> bool:
@@ -77,10 +97,10 @@ class Tags:
             return Action(None, found[2].strip())
         return found and Action(self.tool, cleaned(self.tool, found[2]))
 
-    def observation(self, output: str, tool: str | None) -> tuple[str, list[int]]:
+    def observation(self, output: str, tool: str | None, note: str = "") -> tuple[str, list[int]]:
         """Return (the output as the model sees it, its token ids with the tags), cut to the limit.
 
-        tool: None for the invalid message.
+        tool: None for the invalid message. note: unused, because a generation ends at its first call.
         """
         return cut_observation(self.tokenizer, harmless(output, self.marks), self.limit, self.wording.around)
 

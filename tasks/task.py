@@ -15,6 +15,7 @@ from common import ranks
 from common.environment import Action, Environment, Limits
 from common.turns import Question, Trajectory, Turn
 from tasks import chat, tags, thinking
+from tasks.wordings import SEVERAL
 from tools import Tool
 
 if TYPE_CHECKING:
@@ -129,7 +130,8 @@ class Task(Environment):
         If the action already has its end token, the ids do not repeat it.
         """
         output = self.protocol.invalid_message if output is None else output
-        shown, ids = self.protocol.observation(output, turn.tool)
+        action = self.read(turn) if turn.tool else None
+        shown, ids = self.protocol.observation(output, turn.tool, SEVERAL if action and action.several else "")
         ended, stop_ids = turn.action_ids[-1:], self.limits.stop_ids
         doubled = ids and ended and ids[0] in stop_ids and ended[0] in stop_ids
         return shown, ids[1:] if doubled else ids

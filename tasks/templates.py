@@ -28,13 +28,49 @@ def render(tokenizer: "PreTrainedTokenizerBase", messages: list[dict], generatio
     )
 
 
+def first_messages(system: str, text: str, separate: bool) -> list[dict]:
+    """Return the messages of a prompt: a system and a user message, or (not separate) both texts in a user message."""
+    if separate:
+        return [message("system", system), message("user", text.strip())]
+    return [message("user", f"{system}\n\n{text.strip()}")]
+
+
+def takes_system(tokenizer: "PreTrainedTokenizerBase", system: str, text: str, **more) -> bool:
+    """Return whether a chat template shows a system message; False: it refuses one or leaves it out (as Gemma 2's does).
+
+    Raises ValueError, with the reason, for a template that shows these texts in neither way.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError("there is none")
+    reasons = []
+    for separate in (True, False):
+        try:
+            shown = render(tokenizer, first_messages(system, text, separate), True, **more)
+        except Exception as error:  # a template may raise anything on a message that it does not expect
+            reasons.append(in_a_line(error))
+            continue
+        if system.strip() in shown and text.strip() in shown:
+            return separate
+        reasons.append(f"it leaves out or changes {'the question' if system.strip() in shown else 'the instruction'}")
+    raise ValueError(reasons[-1])
+
+
+def in_a_line(error: Exception) -> str:
+    """Return the message of an error in one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def thinks(tokenizer: "PreTrainedTokenizerBase") -> bool:
     """Return whether a model thinks without an instruction: its chat template can disable thinking, or begins it.
 
     A template that removes thinking from the history is no sign: templates of models that do not think do so too.
+    Raises ValueError for a template that cannot show a prompt.
     """
-    template, first = str(tokenizer.chat_template or ""), [message("system", SYSTEM), message("user", ASKED)]
-    return "enable_thinking" in template or ("<think>" in template and begins(render(tokenizer, first, True)))
+    template = str(tokenizer.chat_template or "")
+    if "enable_thinking" in template or "<think>" not in template:
+        return "enable_thinking" in template
+    first = first_messages(SYSTEM, ASKED, takes_system(tokenizer, SYSTEM, ASKED))
+    return begins(render(tokenizer, first, True))
 
 
 def cleaned(tool: str | None, text: str) -> str:
@@ -42,6 +78,8 @@ def cleaned(tool: str | None, text: str) -> str:
     if tool != "python":
         return text.strip()
     fenced = re.search(r"^[^\S\n]*```[\w+-]*[ \t]*\n(.*?)(?:```|\Z)", text, re.DOTALL | re.MULTILINE)
+    if fenced and re.search(r"'''|\"\"\"", text[: fenced.start()]):
+        fenced = None  # the fence is within a string of the code
     # Code that begins on the line of its tag has no known indentation.
     if not fenced and not re.match(r"[ \t]*\n", text):
         return text.strip()
@@ -66,7 +104,7 @@ def adds_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
 
 
 def end_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Return every token id that ends a message: of the tokenizer, the generation config, and common templates."""
+    """Return every token id that ends a message: of tokenizer, generation config, chat template, and common templates."""
     from transformers import GenerationConfig
 
     ids = {tokenizer.eos_token_id}
@@ -78,4 +116,20 @@ def end_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     vocabulary = tokenizer.get_vocab()
     known = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
     ids |= {vocabulary[token] for token in known if token in vocabulary}
-    return sorted(i for i in ids if i is not None)
+    return sorted(i for i in {*ids, template_end(tokenizer)} if i is not None)
+
+
+def template_end(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """Return the first special token that the chat template writes after an assistant message, or None.
+
+    Some models list it nowhere else. Where none is marked as special, an added token counts.
+    """
+    try:
+        text = render(tokenizer, [message("user", ASKED), message("assistant", SAID)], False)
+    except Exception:  # no template, or one that cannot show this conversation
+        return None
+    if SAID not in text:
+        return None
+    added = tokenizer.added_tokens_decoder
+    after = [i for i in tokenizer.encode(text.rpartition(SAID)[2], add_special_tokens=False) if i in added]
+    return next((i for i in after if added[i].special), next(iter(after), None))

@@ -10,6 +10,7 @@ INSTRUCTION = (
 SYSTEM = "You answer questions by searching for facts."  # explicit: otherwise some chat templates insert their own
 INFORMATION = ("\n<information> ", " </information>\n")  # the text around a tool's output
 INVALID = "That was neither a search nor an answer. Write <search> query </search> or <answer> answer </answer>."
+SEVERAL = "Only the first call of your message was run. "  # in front of its output, if there were others
 PYTHON_INSTRUCTION = (
     "Answer the question. Think inside <think> and </think>. To compute write <python> code </python>; "
     "its output comes back inside <output> and </output>. Call it as often as you need. "

@@ -54,11 +54,52 @@ REFUSES = KEEPS.replace(RESPONSE, "{% if m.role == 'tool' %}{{ raise_exception('
 REWRITES = KEEPS + "{{ '' if add_generation_prompt else messages|length }}"
 MARKS_OLD = KEEPS.replace("'\n</tool_response>", "('' if loop.last else ' (old)') + '\n</tool_response>")
 
+ALTERNATE = (
+    HEAD
+    + "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% endfor %}"
+)
+# As Gemma 2's: no system message, roles alternate, and an end token that no other list has.
+GEMMA_2 = (
+    "{{ '<bos>' }}{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + ALTERNATE
+) + (
+    HEAD + "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + m.content | trim }}"
+    "{{ '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+# As Mistral's first ones: a system message breaks the alternation of roles.
+MISTRAL = (
+    "{{ '<bos>' }}"
+    + ALTERNATE
+    + HEAD
+    + (
+        "{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}{{ ' ' + m.content + '<eos>' }}"
+        "{% endif %}{% endfor %}"
+    )
+)
+# As Mistral's with tools: a list of calls in a token of their own, each with an identifier that the output repeats.
+MISTRAL_TOOLS = (
+    "{{ '<bos>' }}"
+    + HEAD
+    + (
+        "{% if m.role == 'system' %}{{ '[INST] ' + m.content + ' [/INST]' }}{% elif m.role == 'user' %}"
+        "{% if tools %}{{ '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{% endif %}"
+        "{{ '[INST] ' + m.content + ' [/INST]' }}{% elif m.tool_calls %}{{ '[TOOL_CALLS] [' }}{% for c in m.tool_calls %}"
+        "{% if not c.id or c.id | length != 9 %}{{ raise_exception('a call needs an id of 9 characters') }}{% endif %}"
+        "{{ c.function | tojson }}{% endfor %}{{ ']<eos>' }}{% else %}{{ ' ' + m.content + '<eos>' }}{% endif %}{% endfor %}"
+    )
+)
+# As Phi-3's: what is neither of the user nor of the assistant is left out without a word.
+PHI_3 = HEAD + (
+    "{% if m.role in ('user', 'assistant') %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ '<eos>' }}{% endif %}"
+)
+
 
 def tokenizer(template=None):
-    """Return the tokenizer of small_models.py with the special tokens of both kinds of template."""
+    """Return the tokenizer of small_models.py with the special tokens of all templates."""
     made = small_models.tokenizer()
     made.add_tokens(["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], True)
+    made.add_tokens(["<bos>", "<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>", "<|end|>"], True)
     made.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
     made.chat_template = template
     return made

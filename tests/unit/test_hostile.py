@@ -35,6 +35,8 @@ PIECES = {
     "tool calls": "<tool_call>",
     "JSON": '{"a":',
     "lists": "[",
+    "lists of calls": '[{"name": "search", "arguments": {"query": "a"}}, ',
+    "backslashes": "\\d\\",
     "quotes": '"\\',
     "newlines": "\n",
     "spaces": " ",

@@ -14,9 +14,10 @@ from common.environment import Action
 from tasks import wordings
 from tasks.chat import Chat
 from tasks.tags import Tags
-from tasks.templates import message, render
+from tasks.templates import end_ids, message, render
 
 CODE = "for i in range(3):\n    print(i)"
+FENCE_IN_A_STRING = "s = '''\n```py\nx\n```\n'''\nprint(s)"
 
 
 def tags(tool="search", **changes):
@@ -44,6 +45,7 @@ def called(name="search", key="arguments", **given):
         (f"<python>```py\n{CODE}\n</python>", CODE),  # a fence that is not closed
         ("<python>\n    for i in range(3):\n        print(i)\n</python>", CODE),  # indented as a whole
         ("<python>print('```')</python>", "print('```')"),
+        (f"<python>{FENCE_IN_A_STRING}</python>", FENCE_IN_A_STRING),
         ("I use <python> like so: <python> 1 </python>", "1"),
     ],
 )
@@ -115,7 +117,6 @@ def test_a_prompt_does_not_change_overnight():
         (called(query="a").removesuffix("</tool_call>"), None),
         ('<tool_call>{"name": "search", "arguments": {"query": "a"}</tool_call>', None),
         ("<tool_call>{'name': 'search', 'arguments': {'query': 'a'}}</tool_call>", None),
-        ('<tool_call>{"name": "search", "arguments": {"query": "a\nb"}}</tool_call>', None),  # a bare line break
         ("<tool_call>search(a)</tool_call>", None),
         (called("lookup", query="a"), None),
         (called(question="a"), None),
@@ -150,14 +151,114 @@ def test_calls_in_tags_are_parsed(text, expected):
         ("It is <answer> Bo </answer>", Action(None, "Bo")),
         ('<answer> {"name": "search"} </answer>', Action(None, '{"name": "search"}')),
         ('I call {"name": "search", "parameters": {"query": "Ada"}}', None),
-        ('{"name": "search", "parameters": {"query": "a"}}; {"name": "search", "parameters": {"query": "b"}}', None),
-        ('{"name": "search", "parameters": {"query": "a"}} <answer> b </answer>', None),
+        ('{"name": "search", "parameters": {"query": "a"}} <answer> b </answer>', Action("search", "a")),
         ('{"name": "search", "parameters": {"query": "a"}', None),
         (called(query="a"), None),
     ],
 )
 def test_calls_in_bare_json_are_parsed(text, expected):
     assert chat(chat_templates.JSON_CALLS).parse(text) == expected
+
+
+# (what a model writes for the code of a call, the code): as JSON has it, also where JSON is not strict
+WRITTEN = [
+    (json.dumps(CODE), CODE),
+    (f'"{CODE}"', CODE),  # a real line break
+    ('"if x:\n\tprint(1)"', "if x:\n\tprint(1)"),  # a real tab
+    (r'"re.findall(r\'\d+\', s)"', r"re.findall(r\'\d+\', s)"),
+    (r'''"re.findall(r'\d+', s)"''', r"re.findall(r'\d+', s)"),
+    (r'"re.split(\"\\s|\d\", s)\nprint(\"\\n\")"', 're.split("\\s|\\d", s)\nprint("\\n")'),
+    (r'"print(\"\\\\d\")"', r'print("\\d")'),
+    (r'"x = \'\x41\u0041\u41\N{BULLET}\U0001F600\'"', r"x = \'\x41A\u41\N{BULLET}\U0001F600\'"),
+    (r'"s = \"}{][\" # \\"', 's = "}{][" # \\'),
+    (json.dumps(FENCE_IN_A_STRING), FENCE_IN_A_STRING),
+    (json.dumps("print('  two  spaces\\t\\0é😀')"), "print('  two  spaces\\t\\0é😀')"),
+    (json.dumps("d = {'name': 'x', \"arguments\": {}}"), "d = {'name': 'x', \"arguments\": {}}"),
+    (json.dumps("print('<answer> 7 </answer>')"), "print('<answer> 7 </answer>')"),
+]
+
+
+@pytest.mark.parametrize("around", ["CALL", " \nCALL\n\n", "```json\nCALL\n```", "CALL That runs it.", "[CALL]"])
+@pytest.mark.parametrize("form", ["arguments", "parameters", "text", "wrapped"])
+@pytest.mark.parametrize("template", [chat_templates.KEEPS, chat_templates.JSON_CALLS])
+def test_the_text_of_a_call_never_changes(template, form, around):
+    made = chat(template, "python")
+    for written, code in WRITTEN:
+        given = f'{{"code": {written}}}'
+        if form == "text":  # as OpenAI's interface sends it
+            given = json.dumps(given, ensure_ascii=False)
+        key = "parameters" if form == "parameters" else "arguments"
+        call = f'{{"name": "python", "{key}": {given}}}'
+        if form == "wrapped":
+            call = f'{{"id": "call_1", "type": "function", "function": {call}}}'
+        text = around.replace("CALL", call)
+        action = made.parse(f"<tool_call>{text}</tool_call>" if made.tagged else text + "<|eot_id|>")
+        assert action == Action("python", code) and not action.several, (written, action)
+
+
+A, B = (json.dumps({"name": "search", "arguments": {"query": query}}) for query in "ab")
+
+
+@pytest.mark.parametrize(
+    "text, expected, several",
+    [
+        (f"{A}\n{B}", "a", True),
+        (f"{A}; {B}", "a", True),
+        (f"{A}, {B}", "a", True),
+        (f"[{A}, {B}]", "a", True),
+        (f"[{A}]", "a", False),
+        (f"{A} And then: {B}", "a", True),
+        (f"{A} {B[:-9]}", "a", True),  # the second is not complete
+        (f"{A}\n{A.replace('search', 'lookup')}", "a", True),
+        (f"{A} and 3 more: [1, 2] {{x}}", "a", False),
+        (f"{A.replace('search', 'lookup')}\n{B}", None, None),  # the first one counts
+        (f"[7, {A}]", None, None),
+        ("[]", None, None),
+        (A[:-1], None, None),
+        ('{"name": "search", "arguments": "{\\"query\\": \\"a\\"} or so"}', None, None),
+        ('{"name": "search", "arguments": "[1"}', None, None),
+        ('{"name": "search", "arguments": {"query": "a\n" + "b"}}', None, None),
+        ('{"function": {"name": "search"}}', None, None),
+        ('{"function": {"name": "lookup", "arguments": {"query": "a"}}}', None, None),
+    ],
+)
+@pytest.mark.parametrize("template", [chat_templates.KEEPS, chat_templates.JSON_CALLS])
+def test_of_several_calls_in_a_message_the_first_runs(template, text, expected, several):
+    made = chat(template)
+    action = made.parse(f"<tool_call>\n{text}\n</tool_call>" if made.tagged else text)
+    assert action == (Action("search", expected) if expected else None)
+    assert action is None or action.several is several
+
+
+@pytest.mark.parametrize("name", ["KEEPS", "JSON_CALLS"])
+def test_the_observation_says_that_only_the_first_call_ran(name):
+    """Its sentence is no part of the tool's output, where a score might search for an answer."""
+    tokenizer, seen = chat_templates.tokenizer(getattr(chat_templates, name)), {}
+    close = ("<tool_call>{}</tool_call>", "{}<|eot_id|>")[name == "JSON_CALLS"]
+    for calls in (A, f"{A}\n{B}"):
+        script = lambda q, s, k, calls=calls: [close.format(calls), "<answer> x </answer>"][k]  # noqa: E731
+        (t,), _ = play(script, tool=lambda text: 'A "town".\n', tokenizer=tokenizer, protocol="chat")
+        assert (t.turns[0].tool_input, t.turns[0].tool_status) == ("a", "ok")
+        seen[calls] = t.turns[0].tool_output, tokenizer.decode(t.turns[0].observation_ids)
+    (alone, one), (output, several) = seen.values()
+    assert alone == output and wordings.SEVERAL not in one and several.replace(wordings.SEVERAL, "") == one
+    assert several.index(wordings.SEVERAL) + len(wordings.SEVERAL) == several.index("A ")
+
+
+def test_a_sentence_without_room_is_left_out():
+    made = chat(chat_templates.KEEPS)
+    made.limit = len(made._encode("".join(made.around))) + 3
+    shown, ids = made.observation("one two three", "search", wordings.SEVERAL)
+    assert (shown, ids) == made.observation("one two three", "search") and len(ids) <= made.limit
+
+
+def test_an_answer_inside_of_a_call_is_none():
+    """The stop string ends the generation there; the call is not complete."""
+    cut = """{"name": "python", "arguments": {"code": "print('<answer> 7 </answer>"""
+    for template in (chat_templates.KEEPS, chat_templates.JSON_CALLS):
+        made = chat(template, "python")
+        assert made.parse("<tool_call>\n" * made.tagged + cut) is None
+    assert chat(chat_templates.KEEPS).parse("I <tool_call> no: <answer> b </answer>") == Action(None, "b")
 
 
 def test_code_in_a_call_is_taken_out_of_its_fence():
@@ -254,6 +355,10 @@ def test_an_output_is_cut_and_the_text_around_it_is_not(template, output):
         (chat_templates.OTHER_CALLS, {}, "calls in an unknown format"),
         (chat_templates.REFUSES, {}, "Only user and assistant roles!"),
         (chat_templates.REWRITES, {}, "differently when others follow"),
+        (chat_templates.GEMMA_2, {}, "leaves the tools out"),
+        (chat_templates.MISTRAL, {}, "leaves the tools out"),
+        (chat_templates.MISTRAL_TOOLS, {}, "a call needs an id of 9 characters"),
+        (chat_templates.PHI_3, {}, "leaves the tools out"),
         ("{{ nonsense.at.all }}", {}, "cannot be used for tool calls"),
         ("{% if %}", {}, "cannot be used for tool calls"),
         (chat_templates.KEEPS, dict(template="off"), "--template auto"),
@@ -296,6 +401,93 @@ def test_a_template_that_does_not_match_the_context_is_reported_in_a_line(templa
     monkeypatch.setattr(ranks, "rank", lambda: 1)
     chat(getattr(chat_templates, template), context=context)
     assert len(lines) == (words is not None)
+
+
+# ---- chat templates of other models, in the tags protocol
+
+# name: (text of the prompt, {system} and {text} being ours; token after the model's message)
+SHAPES = {
+    "KEEPS": (
+        "<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n",
+        "im_end|>",
+    ),
+    "UNTIL_USER": (
+        "<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n",
+        "im_end|>",
+    ),
+    "JSON_CALLS": (
+        "<|start_header_id|>system<|end_header_id|>\n\nToday: 26 Jul 2024\n\n{system}<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\n{text}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+        "<|eot_id|>",
+    ),
+    "GEMMA_2": ("<bos><start_of_turn>user\n{system}\n\n{text}<end_of_turn>\n<start_of_turn>model\n", "<end_of_turn>"),
+    "MISTRAL": ("<bos>[INST] {system}\n\n{text} [/INST]", "<eos>"),
+    "MISTRAL_TOOLS": ("<bos>[INST] {system} [/INST][INST] {text} [/INST]", "<eos>"),
+    "PHI_3": ("<|user|>\n{system}\n\n{text}<|end|>\n<|assistant|>\n", "<|end|>"),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_prompt_end_tokens_and_calls_of_known_templates_in_the_tags_protocol(name):
+    tokenizer = chat_templates.tokenizer(getattr(chat_templates, name))
+    made = Tags(train_grpo.Args(), tokenizer, "search")
+    shape, end = SHAPES[name]
+    text = made.wording.instruction + "Question: Who?"
+    ids = made.prompt_ids(" Who? ")
+    assert tokenizer.decode(ids) == shape.format(system=made.wording.system, text=text)
+    ends = [tokenizer.decode(i) for i in made.stop_ids]
+    assert sum(each.endswith(end) for each in ends) == 1 and "<start_of_turn>" not in ends and "<bos>" not in ends
+    assert made.parse(f"<search> a </search>{end}") == Action("search", "a")
+    # Special tokens are single ids, also where the text was joined.
+    assert all(tokenizer.encode(token)[0] in ids for token in re.findall(r"<bos>|<start_of_turn>|<\|\w+\|>", shape))
+
+
+HEAD = chat_templates.HEAD
+
+
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        ("{{ raise_exception('no\nmessages') }}", "no messages"),
+        ("{% if %}", "Expected an expression"),
+        ("{{ nonsense.at.all }}", "undefined"),
+        ("Hello", "leaves out or changes the instruction"),
+        (HEAD + "{% if m.role == 'system' %}{{ m.content }}{% endif %}{% endfor %}", "leaves out or changes"),
+        (HEAD + "{{ m.content | upper }}{% endfor %}", "leaves out or changes"),
+        (HEAD + "{{ m.content[:60] }}{% endfor %}", "leaves out or changes the question"),
+        (HEAD + "{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}", "leaves out or changes"),
+        (HEAD + "<think>{{ m.content.text }}{% endfor %}", "leaves out or changes"),
+        ({"tool_use": "{{ messages }}"}, "no template is defined|no.* default"),
+    ],
+)
+def test_a_template_that_cannot_show_a_prompt_is_refused_in_one_sentence(template, words):
+    with pytest.raises(SystemExit, match=f"(?i)chat template of .*({words}).* Use --template off") as stopped:
+        Tags(train_grpo.Args(), chat_templates.tokenizer(template), "search")
+    assert "\n" not in str(stopped.value)
+    Tags(train_grpo.Args(template="off"), chat_templates.tokenizer(template), "search")
+
+
+def test_a_template_that_is_asked_for_must_exist():
+    with pytest.raises(SystemExit, match=r"\(there is none\). Use --template off"):
+        Tags(train_grpo.Args(template="on"), chat_templates.tokenizer(None), "search")
+
+
+@pytest.mark.parametrize(
+    "after, end",
+    [
+        ("<end_of_turn>\n", "<end_of_turn>"),
+        ("\n  <|end|>\n<eos>", "<|end|>"),  # the first
+        ("</tool_call><|end|>", "<|end|>"),  # a special one comes before one that is not
+        ("\n</think>\n", "</think>"),  # an added token, where none is special
+        ("\n### End", None),
+        ("{{ raise_exception('x') if m.role == 'assistant' }}", None),
+    ],
+)
+def test_the_token_after_a_message_is_an_end_token(after, end):
+    """A fine-tuned model may have no generation config and an end token that no list knows."""
+    tokenizer = chat_templates.tokenizer(HEAD + "{{ '<|user|>' + m.content }}" + after + "{% endfor %}")
+    known = {"<eos>", "<|im_end|>", "<|eot_id|>"}  # of the tokenizer and common templates
+    assert {tokenizer.decode(i) for i in end_ids(tokenizer)} == known | ({end} if end else set())
 
 
 # ---- boxed answers, and no tool
