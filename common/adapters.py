@@ -1,17 +1,66 @@
-"""Storage for published adapters until the engine loads them."""
+"""Adapters: a check of those of other origins before they are loaded, storage for published ones until the engine loads them."""
 
 import contextlib
 import fcntl
+import json
 import os
+import re
 import shutil
 import tempfile
 import time
 from collections import deque
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, load_peft_weights
 
-from common import ending, ranks, run
+from common import ending, models, ranks, run
+
+# Fields of adapter_config.json that trainer and engine respect, or need not know. Other values than those of STARTS for
+# init_lora_weights change the base, in the trainer only.
+SERVED = {"base_model_name_or_path", "revision", "peft_version", "auto_mapping", "inference_mode", "eva_config"}
+SERVED |= {
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+}
+SERVED |= {"use_rslora", "rank_pattern", "alpha_pattern"}
+STARTS = ("gaussian", "eva", "orthogonal")
+
+
+def refuse_unfit(adapter: str, path: str) -> None:
+    """Raise SystemExit unless the engine can serve an adapter, and its file has just the weights that it needs on a base."""
+    given = {"peft_type": None} | json.loads((Path(adapter) / "adapter_config.json").read_text())
+    plain = LoraConfig(task_type="CAUSAL_LM").to_dict()
+    odd = {
+        k: v
+        for k, v in given.items()
+        if (v or k == "peft_type") and k not in SERVED and v not in (plain.get(k), *STARTS)
+    }
+    if odd:
+        raise SystemExit(
+            f"--adapter {adapter}: the engine serves PEFT's plain LoRA only, and its adapter_config.json has "
+            f"{str(odd)[1:-1][:200]}. Merge it into its base and give that as --model."
+        )
+    try:
+        found = load_peft_weights(adapter, "cpu") if any(Path(adapter).glob("adapter_model.*")) else {}
+        with torch.device("meta"):
+            model = get_peft_model(models.empty_model(path), LoraConfig.from_pretrained(adapter))
+        wanted = get_peft_model_state_dict(model, save_embedding_layers=False)
+        shapes, needed = ({(name, tensor.shape) for name, tensor in each.items()} for each in (found, wanted))
+        wrong = {name for name, _ in shapes ^ needed} | {name for name in found if not re.search(r"\.\d+\.", name)}
+        if wrong:
+            raise ValueError(
+                f"size mismatch, missing, unknown or outside of its layers: {min(wrong)}; {len(wrong)} in all"
+            )
+    except Exception as error:  # PEFT, safetensors and pickle raise many kinds
+        why = f"incomplete (a git-lfs pointer?), or does not fit this base ({str(error).strip().splitlines()[-1]})"
+        raise SystemExit(f"--adapter {adapter}: its file of weights is {why}.") from None
 
 
 class AdapterStore:

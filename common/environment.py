@@ -21,14 +21,11 @@ class Failed(Exception):
 
 @dataclass
 class Action:
-    """The action of a generation: a tool call with its input, or (tool None) the final answer.
-
-    several: whether other calls follow it, which do not run
-    """
+    """The action of a generation: a tool call with its input, or (tool None) the final answer."""
 
     tool: str | None
     text: str
-    several: bool = field(default=False, compare=False)
+    several: bool = field(default=False, compare=False)  # whether other calls follow, which do not run
 
 
 @dataclass
@@ -57,7 +54,7 @@ class Environment:
         """Prepare for a rollout of a training step, or (0) for an evaluation."""
 
     def prompt_ids(self, question: Question) -> list[int]:
-        """Return the token ids of the first context."""
+        """Return the token ids of the first context. With stop strings, no context may end within a character."""
         return self.tokenizer.encode(question.text, add_special_tokens=False)
 
     def decode(self, ids: list[int]) -> str:

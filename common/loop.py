@@ -81,6 +81,12 @@ class Loop:
                 on_end()
                 continue
             turn, begun = len(rollout.trajectory.turns), rollout.begun[0]
+            # vLLM would find stop strings in such a context itself, and end each generation after one token.
+            if self.limits.stop and not begun and self.task.decode(rollout.context[-8:]).endswith("\ufffd"):
+                where = f"question {rollout.question.id}, turn {turn}: {type(self.task).__name__}.{'observe' if turn else 'prompt_ids'}"
+                raise SystemExit(
+                    f"{where} ends within a character, where stop strings do not work. Let it end in a whole one."
+                )
             request_id = f"{rollout.question.id}/{rollout.sample}/{turn}/{id(rollout)}"
             self.engine.add(
                 request_id,

@@ -17,7 +17,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
-from common import models, ranks, run
+from common import adapters, models, ranks, run
 from common.args import Sampling
 from common.attention import register_segment_attention, token_logps
 from common.batch import Batch
@@ -39,6 +39,7 @@ class Policy:
         adapter = str(last / "adapter") if last else args.adapter
         if adapter:
             refuse_other_base(adapter, self.path)
+            adapters.refuse_unfit(adapter, self.path)
         register_segment_attention()
         quantization = None
         if args.load_4bit:  # as vLLM quantizes at loading: NF4, its constants quantized too
@@ -60,16 +61,10 @@ class Policy:
         refuse_unsupported(base, args.max_context)
         base.requires_grad_(False)
         if adapter:
-            self.model = with_adapter(base, adapter)
+            self.model = PeftModel.from_pretrained(base, adapter, is_trainable=True)
         else:
-            lora = LoraConfig(
-                r=args.lora_rank if train else BLANK_RANK,
-                lora_alpha=args.lora_alpha if train else BLANK_RANK,
-                target_modules="all-linear",
-                lora_dropout=0.0,
-                bias="none",
-                task_type="CAUSAL_LM",
-            )
+            rank, alpha = (args.lora_rank, args.lora_alpha) if train else (BLANK_RANK, BLANK_RANK)
+            lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
             self.model = get_peft_model(base, lora)  # float32 even on a bf16 base: keeps small updates
         for module in self.model.modules():
             if isinstance(module, BaseTunerLayer):
@@ -86,7 +81,8 @@ class Policy:
         # into a form without backward. The mode changes nothing else: no dropout is left.
         self.model.train(recompute or args.load_4bit)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.lora_rank = self.model.peft_config["default"].r
+        lora = self.model.peft_config["default"]
+        self.lora_rank = max(lora.r, *lora.rank_pattern.values(), 0)
         self.optimizer = None
         if train:
             self.lr, self.grad_clip = args.lr, args.grad_clip
@@ -199,7 +195,7 @@ class Policy:
         strength: standard deviation of what is added to lora_B, times the adapter's scale.
         """
         generator = torch.Generator().manual_seed(0)
-        scale = strength * self.lora_rank / self.model.peft_config["default"].lora_alpha
+        scale = strength * self.lora_rank / (self.model.peft_config["default"].lora_alpha or 1)
         return self._changed(lambda weight: weight + scale * torch.randn(weight.shape, generator=generator).to(weight))
 
     def blank(self) -> AbstractContextManager[None]:
@@ -248,7 +244,7 @@ def refuse_other_base(adapter: str, path: str) -> None:
     """Raise SystemExit if an adapter was trained on another base: it would make nonsense even if its shapes fit."""
     try:
         base = json.loads((Path(adapter) / "adapter_config.json").read_text()).get("base_model_name_or_path")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise SystemExit(f"--adapter {adapter}: its adapter_config.json cannot be read ({error})") from None
 
     def name(of):
@@ -268,15 +264,6 @@ def refuse_other_base(adapter: str, path: str) -> None:
         run.notice(
             f"--adapter {adapter}: trained on the base that an earlier version built; figures can differ on this one"
         )
-
-
-def with_adapter(base: PreTrainedModel, adapter: str) -> PeftModel:
-    """Return the base with a saved adapter, ready for training. Raises SystemExit if the adapter does not fit."""
-    try:
-        return PeftModel.from_pretrained(base, adapter, is_trainable=True)
-    except (RuntimeError, ValueError, OSError) as error:  # wrong shapes, layer names or files
-        reason = str(error).strip().splitlines()[-1]
-        raise SystemExit(f"--adapter {adapter}: does not fit this base ({reason})") from None
 
 
 def refuse_unsupported(base: PreTrainedModel, max_context: int = 0) -> None:

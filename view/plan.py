@@ -230,7 +230,14 @@ def dry_run(args, task) -> None:
 
 
 def adapter_rank(args) -> int | None:
-    """Return the rank of the adapter that a run starts from, or None for a new adapter."""
+    """Return the highest rank of the adapter that a run starts from, or None for a new adapter.
+
+    None too for one that common.adapters will refuse: a plan need not say so.
+    """
     if not args.adapter:
         return None
-    return json.loads((Path(args.adapter) / "adapter_config.json").read_text())["r"]
+    try:
+        given = json.loads((Path(args.adapter) / "adapter_config.json").read_text())
+        return int(max([given["r"], *(given.get("rank_pattern") or {}).values()]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -25,7 +25,7 @@ class Echo(Environment):
 
     def prompt_ids(self, question):
         rng = random.Random(question.id)
-        return [rng.randrange(1, 300) for _ in range(self.prompt_tokens)]
+        return [rng.randrange(1, 300) for _ in range(self.prompt_tokens - 1)] + self.tokenizer.encode(".")
 
     def read(self, turn):
         return Action("echo", turn.text)
@@ -293,3 +293,16 @@ def test_vllm_s_own_lora_operator_and_ours_give_the_same_log_probabilities(made)
         results.append(out)
     assert punica_cpu.bgmv_shrink is not lora_ops.bgmv_shrink
     assert torch.allclose(results[0], results[2], atol=1e-4) and torch.allclose(results[1], results[3], atol=1e-4)
+
+
+def test_vllm_ends_a_generation_after_one_token_where_the_context_ends_within_a_character(made):
+    """The rollout loop refuses such contexts. If this fails, vLLM has changed and the refusal can be removed."""
+    policy, engine, _ = made
+    emoji = policy.tokenizer.encode("Write </answer> at the end: 🙂")
+    for cut, expected in ((0, "length"), (1, "stop")):
+        lengths = []
+        for seed in range(8):
+            engine.add(f"{cut}/{seed}", emoji[: len(emoji) - cut], 12, ["</answer>"], [], 1.0, seed)
+        while len(lengths) < 8:
+            lengths += [(len(found), reason) for _, found, _, reason in engine.advance()]
+        assert all((reason == expected) and (n == 12) == (not cut) for n, reason in lengths), lengths

@@ -57,6 +57,15 @@ def without_weights(folder):
     return str(folder)
 
 
+def random_model(**changes):
+    """Return a 2-layer Qwen2 of random weights."""
+    import torch
+    from transformers import Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(configuration(tokenizer(), **changes))
+
+
 def random_qwen(folder, seed=0, dtype=None, **changes):
     """Save a 2-layer Qwen2 of random weights with the tokenizer above to `folder`. Returns the folder as a string."""
     import torch

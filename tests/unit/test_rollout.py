@@ -419,3 +419,33 @@ def test_adapter_folders_of_dead_runs_are_removed_and_of_live_ones_kept(tmp_path
         fcntl.flock(lock, fcntl.LOCK_EX)
         store._remove_dead(tmp_path)
         assert not dead.exists() and live.exists()
+
+
+HALVES = TOKENIZER.encode("é🙂")  # a token per byte
+
+
+@pytest.mark.parametrize("context, whole", [(HALVES, True), (HALVES[:2], True), (HALVES[:3], False)])
+@pytest.mark.parametrize("turn", [0, 1])
+@pytest.mark.parametrize("stop", [["</answer>"], []])
+def test_a_context_that_ends_within_a_character_is_refused_by_name(context, whole, turn, stop):
+    """vLLM decodes the end of the context with the generation: tests/engine/test_engine.py shows what it does then."""
+
+    class Halved(Environment):
+        def prompt_ids(self, question):
+            return context if turn == 0 else TOKENIZER.encode("?")
+
+        def observe(self, turn, output):
+            return "", context
+
+    engine = Scripted(lambda q, s, k: "a")
+    group = Group(Question("q7", "?", []), [Trajectory()])
+    task = Halved(TOKENIZER, Limits(2, 8, stop))
+    play_it = loop.Loop(engine, task, False)
+    if whole or not stop:
+        play_it.run([loop.Rollout(group.question, group.trajectories[0], 0)], lambda: None)
+        assert group.trajectories[0].stop == "invalid"
+        return
+    method = ("prompt_ids", "observe")[turn]
+    with pytest.raises(SystemExit, match=rf"question q7, turn {turn}: Halved\.{method} ends within a character"):
+        play_it.run([loop.Rollout(group.question, group.trajectories[0], 0)], lambda: None)
+    assert len(engine.seen) == turn
