@@ -17,31 +17,19 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, load_pef
 
 from common import ending, models, ranks, run
 
-# Fields of adapter_config.json that trainer and engine respect, or need not know. Other values than those of STARTS for
-# init_lora_weights change the base, in the trainer only.
+# Fields of adapter_config.json that trainer and engine respect, or need not know.
 SERVED = {"base_model_name_or_path", "revision", "peft_version", "auto_mapping", "inference_mode", "eva_config"}
-SERVED |= {
-    "r",
-    "lora_alpha",
-    "lora_dropout",
-    "target_modules",
-    "exclude_modules",
-    "layers_to_transform",
-    "layers_pattern",
-}
-SERVED |= {"use_rslora", "rank_pattern", "alpha_pattern"}
-STARTS = ("gaussian", "eva", "orthogonal")
+SERVED |= {"r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules"}
+SERVED |= {"exclude_modules", "layers_to_transform", "layers_pattern"}
+STARTS = ("gaussian", "eva", "orthogonal")  # other initial weights change the base, and in the trainer only
 
 
 def refuse_unfit(adapter: str, path: str) -> None:
     """Raise SystemExit unless the engine can serve an adapter, and its file has just the weights that it needs on a base."""
     given = {"peft_type": None} | json.loads((Path(adapter) / "adapter_config.json").read_text())
     plain = LoraConfig(task_type="CAUSAL_LM").to_dict()
-    odd = {
-        k: v
-        for k, v in given.items()
-        if (v or k == "peft_type") and k not in SERVED and v not in (plain.get(k), *STARTS)
-    }
+    given = {name: value for name, value in given.items() if name not in SERVED and (value or name == "peft_type")}
+    odd = {name: value for name, value in given.items() if value not in (plain.get(name), *STARTS)}
     if odd:
         raise SystemExit(
             f"--adapter {adapter}: the engine serves PEFT's plain LoRA only, and its adapter_config.json has "
@@ -69,7 +57,7 @@ class AdapterStore:
 
     def __init__(self, policy, args):
         need = 3 * sum(p.numel() * p.element_size() for p in policy.parameters)
-        memory = Path("/dev/shm")
+        memory, folder = Path("/dev/shm"), None
         if ranks.local_rank() == 0:
             self._remove_dead(memory)
             roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > need
@@ -83,8 +71,6 @@ class AdapterStore:
             fcntl.flock(self.lock, fcntl.LOCK_EX)
             folder = fresh.rename(parent / fresh.name.removeprefix("."))
             ending.at_end(lambda: shutil.rmtree(folder, ignore_errors=True))
-        else:
-            folder = None
         self.folder = ranks.from_local_rank_0(folder)
         self.versions = deque()
 

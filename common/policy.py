@@ -71,12 +71,11 @@ class Policy:
                 # Else PEFT casts every input of a layer to float32 and saves it; see `hidden`. Not as PEFT's context
                 # manager: checkpointing recomputes layers after its end.
                 module.cast_input_dtype_enabled = False
+            if isinstance(module, torch.nn.Dropout):  # from an adapter that was trained with dropout
+                module.p = 0.0
         recompute = train and args.grad_checkpoint
         if recompute:
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        for module in self.model.modules():
-            if isinstance(module, torch.nn.Dropout):  # from an adapter that was trained with dropout
-                module.p = 0.0
         # Checkpointing works only in training mode, and in evaluation mode bitsandbytes repacks a 4-bit base on a CPU
         # into a form without backward. The mode changes nothing else: no dropout is left.
         self.model.train(recompute or args.load_4bit)
@@ -181,11 +180,10 @@ class Policy:
                 group["lr"] = self.lr * lr_scale
             # vLLM moves this thread to a CUDA stream, and bitsandbytes' kernels run on the default one.
             separate = self.device.type == "cuda" and not isinstance(self.optimizer, torch.optim.AdamW)
-            if separate:
-                torch.cuda.synchronize()
+            wait = torch.cuda.synchronize if separate else lambda: None
+            wait()
             self.optimizer.step()
-            if separate:
-                torch.cuda.synchronize()
+            wait()
         self.optimizer.zero_grad()
         return {"grad_norm": norm, "lr": self.lr * lr_scale, "skipped": float(not finite), "updates": float(moves)}
 
@@ -271,11 +269,8 @@ def refuse_unsupported(base: PreTrainedModel, max_context: int = 0) -> None:
     config = base.config.get_text_config()
     head = base.get_output_embeddings()
     layers = getattr(config, "layer_types", None)
-    sliding = (
-        "sliding_attention" in layers
-        if layers
-        else (getattr(config, "sliding_window", None) or max_context) < max_context
-    )
+    window = getattr(config, "sliding_window", None) or max_context
+    sliding = "sliding_attention" in layers if layers else window < max_context
     for found, feature in (
         (head is None or getattr(head, "bias", None) is not None, "an output layer with a bias"),
         (getattr(config, "final_logit_softcapping", None), "soft-capped logits"),
@@ -286,6 +281,5 @@ def refuse_unsupported(base: PreTrainedModel, max_context: int = 0) -> None:
     ):
         if found:
             raise SystemExit(f"{config.model_type} models have {feature}, which the trainer does not support.")
-    if max_context > config.max_position_embeddings:
-        limit = config.max_position_embeddings
+    if max_context > (limit := config.max_position_embeddings):
         raise SystemExit(f"--max_context {max_context}: this model takes {limit} tokens at most.")

@@ -63,15 +63,10 @@ class Engine:
             self.llm = self._start(policy, args)
         memory.ENGINE_BYTES = memory.allocated() - before
         if ranks.rank() == 0:
-            run.notice(
-                f"the engine started in {time.monotonic() - started:.0f} s, with {self.kv_tokens():,} tokens of KV cache"
-            )
+            cache = self.llm.llm_engine.vllm_config.cache_config
+            tokens = cache.num_gpu_blocks * cache.block_size
+            run.notice(f"the engine started in {time.monotonic() - started:.0f} s, with {tokens:,} tokens of KV cache")
         self.publish(policy)
-
-    def kv_tokens(self) -> int:
-        """Return how many tokens' keys and values the engine can hold."""
-        cache = self.llm.llm_engine.vllm_config.cache_config
-        return cache.num_gpu_blocks * cache.block_size
 
     def _start(self, policy, args):
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -83,14 +78,13 @@ class Engine:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         from vllm import LLM
 
-        options = self.options(policy, args)
         if not self.cuda:
             report = cpu_build.replace_lora_operator()
             if report and ranks.rank() == 0:
                 run.notice(report)
         with warnings.catch_warnings(), contextlib.nullcontext() if self.cuda else cpu_build.hidden_from_start_up():
             warnings.simplefilter("ignore", FutureWarning)
-            return LLM(**options)
+            return LLM(**self.options(policy, args))
 
     def options(self, policy: "Policy", args: Sampling) -> dict:
         """Return the arguments of vLLM's LLM: fields of its EngineArgs."""
