@@ -318,6 +318,18 @@ def test_contexts_equal_the_template_s_text_of_the_whole_conversation(name, ende
         assert engine.seen[k + 1].ids == tokenizer.encode(whole)
 
 
+def test_the_chat_protocol_puts_the_system_text_into_the_user_message_and_finds_the_template_s_end_token():
+    """Use a template as Qwen2.5's that refuses a system message and ends messages with a token that no list knows."""
+    refuse = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    tokenizer = chat_templates.tokenizer(refuse + chat_templates.KEEPS.replace("<|im_end|>", "<|end|>"))
+    script = lambda q, s, k: [called(query="Ada Cole") + "<|end|>", "<answer> Bo Hale </answer>"][k]  # noqa: E731
+    (t,), engine = play(script, tokenizer=tokenizer, protocol="chat")
+    made = Chat(train_grpo.Args(), tokenizer, "search")
+    first = f"<|im_start|>user\n{made.wording.chat_system}\n\nWho leads the firm of Ada Cole?"
+    assert tokenizer.decode(engine.seen[0].ids).startswith(first) and t.outcome == 1.0
+    assert tokenizer.decode(engine.seen[1].ids).count("<|end|>") == 3  # the sampled one is not repeated
+
+
 def test_an_invalid_action_is_answered_by_a_user_message():
     tokenizer = chat_templates.tokenizer(chat_templates.KEEPS)
     script = lambda q, s, k: ["I do not know.", "I do not know.<|im_end|>", "<answer> x </answer>"][k]  # noqa: E731
