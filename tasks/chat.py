@@ -195,7 +195,8 @@ class Chat:
         name, arguments, several = call
         # JSON can contain lone surrogates, which neither a file nor a tokenizer can encode.
         argument = arguments[self.wording.parameter[0]].encode(errors="replace").decode()
-        return Action(name, cleaned(name, argument), several or "<tool_call>" in after)
+        # A line break in front: an argument begins where its first line does, so that its indentation is known.
+        return Action(name, cleaned(name, f"\n{argument}"), several or "<tool_call>" in after)
 
     def observation(self, output: str, tool: str | None, note: str = "") -> tuple[str, list[int]]:
         """Return (the output as the model sees it, token ids from the end of the model's message to its next one).

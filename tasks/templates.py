@@ -83,7 +83,10 @@ def cleaned(tool: str | None, text: str) -> str:
     # Code that begins on the line of its tag has no known indentation.
     if not fenced and not re.match(r"[ \t]*\n", text):
         return text.strip()
-    return textwrap.dedent(fenced[1] if fenced else text).strip()
+    code = fenced[1] if fenced else text
+    indented = code[: len(code) - len(code.lstrip())].rpartition("\n")[2]  # of its first line
+    # Code without common indentation is left alone: dedent empties lines of spaces, also within strings.
+    return (textwrap.dedent(code) if indented else code).strip()
 
 
 def marks(tokenizer: "PreTrainedTokenizerBase", *around: str) -> re.Pattern:

@@ -17,6 +17,7 @@ from tasks.tags import Tags
 from tasks.templates import end_ids, message, render
 
 CODE = "for i in range(3):\n    print(i)"
+LINE_OF_SPACES = "s = '''a\n    \n'''\nprint(s)"
 FENCE_IN_A_STRING = "s = '''\n```py\nx\n```\n'''\nprint(s)"
 
 
@@ -46,6 +47,7 @@ def called(name="search", key="arguments", **given):
         ("<python>\n    for i in range(3):\n        print(i)\n</python>", CODE),  # indented as a whole
         ("<python>print('```')</python>", "print('```')"),
         (f"<python>{FENCE_IN_A_STRING}</python>", FENCE_IN_A_STRING),
+        (f"<python>\n{LINE_OF_SPACES}\n</python>", LINE_OF_SPACES),
         ("I use <python> like so: <python> 1 </python>", "1"),
     ],
 )
@@ -172,6 +174,10 @@ WRITTEN = [
     (r'"x = \'\x41\u0041\u41\N{BULLET}\U0001F600\'"', r"x = \'\x41A\u41\N{BULLET}\U0001F600\'"),
     (r'"s = \"}{][\" # \\"', 's = "}{][" # \\'),
     (json.dumps(FENCE_IN_A_STRING), FENCE_IN_A_STRING),
+    (json.dumps(LINE_OF_SPACES), LINE_OF_SPACES),
+    (json.dumps(f"```py\n{LINE_OF_SPACES}\n```"), LINE_OF_SPACES),
+    (json.dumps("    x = 1\n    print(x)\n"), "x = 1\nprint(x)"),  # indented as a whole
+    (json.dumps("\n\tif x:\n\t\tprint(x)"), "if x:\n\tprint(x)"),
     (json.dumps("print('  two  spaces\\t\\0é😀')"), "print('  two  spaces\\t\\0é😀')"),
     (json.dumps("d = {'name': 'x', \"arguments\": {}}"), "d = {'name': 'x', \"arguments\": {}}"),
     (json.dumps("print('<answer> 7 </answer>')"), "print('<answer> 7 </answer>')"),
