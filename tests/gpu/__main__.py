@@ -246,7 +246,8 @@ def check_engine(folder, more):
     started = time.monotonic()
     made = Engine(policy, args)
     line("engine started", time.monotonic() - started, "s", most=300)
-    line("KV cache", made.kv_tokens(), "tokens", least=args.max_context)
+    cache = made.llm.llm_engine.vllm_config.cache_config
+    line("KV cache", cache.num_gpu_blocks * cache.block_size, "tokens", least=args.max_context)
     exact = policy.dtype == torch.float32 and not args.load_4bit
     gap = made.self_test(policy)
     line("self-test, mean difference", gap.difference, "nats", most=1e-3 if exact else 0.1)
