@@ -4,33 +4,28 @@
                  compared exactly: 0.5 equals 1/2, and 0.333 does not equal 1/3
     percent      50% equals 50, as in most golds, and 0.5; 50% does not equal 0.5%
     units        a common unit on only one side is ignored: 12 cm equals 12 and 12 centimeters, but not 12 m
-    formulas     are compared by value, as in math-verify: 12+13 equals 25; a bound is no number: > 5 does not equal 5. Only
+    unevaluated  where the gold is a number, the answer must be one: 17*23 does not equal 391, nor does 84/7 equal 12
+    formulas     are compared by value, as in math-verify: 1+x equals x+1; a bound is no number: > 5 does not equal 5. Only
                  formulas of known macros and signs: math-verify reads others in part
+    forms        sets, tuples, intervals, assignments and lines are compared as such: tasks/forms.py
     Markdown     emphasis and the label "Answer:" are ignored: **84** equals 84
     words        all others are compared as text: "3 quarters" does not equal 3
     \\boxed       if there are several boxed answers, the last one counts
 
-math-verify can compute forever (10^{10^{10}}) and limits its time by signals, which only work in the main thread. So it
-runs in a separate process, which is started on first use and killed when it takes too long: the answer then counts as
-wrong.
+Formulas are compared in other processes, under a limit of time: tasks/worker.py. Powers, factorials, sums and products
+that are too large to compute are compared as text and never get there.
 """
 
-import contextlib
-import json
-import os
+import math
 import re
-import select
-import subprocess
-import sys
-import threading
 from fractions import Fraction
-from pathlib import Path
 
-SECONDS = 5.0  # timeout of a comparison
-START = 60.0  # timeout of the start of the process, which loads sympy
-MEMORY = 2 * 2**30  # limit of its address space in bytes
-DIGITS = 60  # of a number that is not rational
+from tasks import forms
+from tasks.worker import Pool
+
 LONGEST = 1000  # characters; a longer answer counts as wrong
+LARGEST = 20_000  # exponent; powers above it are compared as text
+DEEPEST = 12  # brackets in brackets
 SPACES = re.compile(r"(?<!\\)\\[,;:!\s]|\\q?quad\b|~")
 WRAPPED = re.compile(r"\\(?:left|right|displaystyle)\b")
 LEAD = re.compile(  # text that may precede the dollars of an answer
@@ -42,6 +37,7 @@ EMPHASIS = re.compile(r"(?<![^\s(])(\*\*|\*|__|`+)(?=[^\s*_`])([^*`]*[^\s*`])\1(
 LABEL = re.compile(r"(?:(?:the|my|final)\s+)*answer\s*(?:is)?\s*:\s*", re.IGNORECASE)  # Answer: 84
 LETTER = re.compile(r"\\(?:mathrm|text|textrm|rm)\{([ie])\}|\\(?:mathbf|mathit|boldsymbol|bm)\{([a-zA-Z])\}")
 REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar)\s*(?:\{\s*(\d+)\s*\}|(\d))")  # 0.1\overline{6}
+SIGNED = re.compile(r"\s*([+-]?)\s*(\\[dt]?frac)\s*\{\s*(-?)\s*([\d.]+)\s*\}\s*\{\s*(-?)\s*([\d.]+)\s*\}")
 NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
 UNIT = r"[a-z]+(?:\^?\{?[23]\}?|[²³])?"
 VALUE = re.compile(
@@ -79,24 +75,72 @@ BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")  # an escaped brace is
 SUPERSCRIPTS = str.maketrans({c: f"^{n}" for n, c in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")})
 
 
-def equal(answer: str | None, golds: list[str]) -> bool:
-    """Return whether the answer has the value of one of the golds; False for an empty answer or None. Never raises."""
+def equal(answer: str | None, golds: list[str], unevaluated: bool = False) -> bool:
+    """Return whether the answer has the value of one of the golds; False for an empty answer or None. Never raises.
+
+    unevaluated: where a gold is a number, sums, powers and other formulas of that value are right too.
+    """
     answer = plain(answer or "")
-    golds = [gold for gold in map(plain, golds) if gold]
     if not answer or len(answer) > LONGEST:
         return False
-    if caseless(answer) in map(caseless, golds):
-        return True
-    value, unsettled = exact(answer), []
-    for gold in golds:
-        other = exact(gold)
-        if not value or not other:
-            unsettled.append(latex(gold))
-        elif same_value(value, other):
+    undecided = []
+    for gold in filter(None, map(plain, golds)):
+        found = alike(answer, gold, unevaluated)
+        if found is True:
             return True
-    answer = latex(answer)
-    unsettled = [gold for gold in unsettled if formula(gold) and comparable(answer, gold)]
-    return bool(unsettled) and formula(answer) and WORKER.ask(answer, unsettled)
+        if found:
+            undecided.append(found)
+    return bool(undecided) and POOL.ask(undecided)
+
+
+def alike(answer: str, gold: str, unevaluated: bool) -> bool | tuple[str, str]:
+    """Return whether two plain texts are equal, or the pair of formulas that math-verify has to compare."""
+    if caseless(answer) == caseless(gold):
+        return True
+    answer, gold = without_sides(answer, gold)
+    if caseless(answer) == caseless(gold):
+        return True
+    value, other = exact(answer, unevaluated), exact(gold)
+    if value and other:
+        return same_value(value, other)
+    formulas = latex(answer), latex(gold)
+    shapes = [None if number else form_of(text) for number, text in zip((value, other), formulas)]
+    if any(shapes):
+
+        def same(one, two):
+            found = alike(unwrapped(one), unwrapped(two), unevaluated)
+            return found if isinstance(found, bool) else POOL.ask([found])
+
+        if all(shapes):
+            return forms.compare(*shapes, same, ascends)
+        form, text = (shapes[0], gold) if shapes[0] else (shapes[1], answer)
+        single = form.kind == "set" and form.braces and len(form.items) == 1
+        return single and (same(form.items[0], text) if shapes[0] else same(text, form.items[0]))
+    if other and not unevaluated:
+        return False
+    return all(map(formula, formulas)) and comparable(*formulas) and formulas
+
+
+def without_sides(answer: str, gold: str) -> tuple[str, str]:
+    """Return both texts without a left side that only names the answer, f(x) = x^2: cut from both or from none."""
+    names = [
+        set(LEFT.findall(text)) if LEFT.match(text) and not forms.OR.search(text) else set() for text in (answer, gold)
+    ]
+    cut = len(names[0] | names[1]) == 1 and all(name or "=" not in text for name, text in zip(names, (answer, gold)))
+    return tuple(unwrapped(LEFT.sub("", text).strip()) if cut else text for text in (answer, gold))
+
+
+def form_of(text: str, depth: int = 3) -> forms.Form | None:
+    """Return the form of a text whose parts are all numbers, formulas or forms again (to a depth), else None."""
+    form = forms.read(text) if depth else None
+    whole = form and all(exact(part) or formula(part) or form_of(part, depth - 1) for part in form.texts())
+    return form if whole else None
+
+
+def ascends(one: str, other: str) -> bool | None:
+    """Return whether the first of two numbers is the smaller one, None if one of them is another formula."""
+    values = [found and found[0][0] for found in map(exact, (one, other))]
+    return None if None in values else values[0] < values[1]
 
 
 def latex(text: str) -> str:
@@ -120,19 +164,66 @@ def formula(text: str) -> bool:
     )
     whole = {name for name in MACRO.findall(text) if name} <= MACROS and SIGNS.fullmatch(MACRO.sub(" ", text))
     partial = not whole or ".." in text or words == [bare.strip()] or re.search(r"[-+*/^_=.?]\s*$", bare)
-    return not (towers or not products or partial)
+    return not (towers or not products or partial or nested(text) or endless(text))
+
+
+def nested(text: str) -> bool:
+    """Return whether brackets are not closed or are too deep for math-verify's parser, which slows down with each."""
+    depths = [0]
+    for character in text:
+        depths.append(depths[-1] + (character in "([{") - (character in ")]}"))
+    return depths[-1] != 0 or min(depths) < 0 or max(depths) > DEEPEST
+
+
+def endless(text: str) -> bool:
+    """Return whether a formula has powers, factorials, sums or products that are too large to compute."""
+    text = text.replace(" ", "")
+
+    def size(part):
+        """Return an upper bound of the value of a formula without powers and factorials."""
+        return math.prod(min(int(digits[:9]), LARGEST) + 1 for digits in re.findall(r"\d+", part)[:50])
+
+    powers = [text[found.end() : closing(text, found.end())] for found in re.finditer(r"\^", text)]
+    if any(size(power) > LARGEST or re.search(r"!|\\(?:binom|sum|prod)", power) for power in powers):
+        return True
+    grouped = [power for power, found in zip(powers, re.finditer(r"(.?)\^", text)) if found[1] in (")", "}", "]")]
+    letters = re.search(r"(?<![\\a-zA-Z])[a-zA-Z]", TEXT.sub("", text))
+    if grouped and (math.prod(map(size, powers)) > LARGEST or (letters and max(map(size, grouped)) > 200)):
+        return True
+    if re.search(r"\\(?:sum|prod|d?t?binom)(?![a-zA-Z])", text) and any(
+        int(n[:9]) > 1000 for n in re.findall(r"\d+", text)
+    ):
+        return True
+    factorials = re.findall(r"(\d*)([)}\]]?)!", text)
+    groups = any(group for _, group in factorials) and ("^" in text or text.count("!") > 1 or size(text) > 1000)
+    return "!!" in text or groups or any(digits and int(digits[:9]) > 3000 for digits, _ in factorials)
+
+
+def closing(text: str, start: int) -> int:
+    """Return the end of the token or group that starts there."""
+    depth = 0
+    for place in range(start, len(text)):
+        depth += (text[place] in "{(") - (text[place] in "})")
+        if depth <= 0 and not text[place].isdigit():
+            return place + 1
+    return len(text)
 
 
 def comparable(answer: str, gold: str) -> bool:
     """Return whether two formulas can be equal: both are equations or neither is, and likewise for bounds.
 
-    If one of them has products of variables, both must have the same variables.
+    If one of them is an equation or has products of variables, both must have the same variables. An equation in one
+    variable that is solved (x = 5) equals no other one: 2x = 10 may be the question. No letter may occur in both cases:
+    math-verify takes A and a for the same.
     """
     signs = [("=" in text, bool(BOUND.search(text))) for text in (answer, gold)]
-    interval = signs == [(False, False), (False, True)] and re.search(r"[(\[]", answer)  # (5, oo) is x > 5
     bare = [TEXT.sub("", text) for text in (answer, gold)]
     letters = [set(re.sub(r"\\[a-zA-Z]+|[^a-zA-Z]", "", text)) for text in bare]
-    return (signs[0] == signs[1] or interval) and (letters[0] == letters[1] or not any(map(SENTENCE.search, bare)))
+    strict = signs[0][0] or any(map(SENTENCE.search, bare))
+    solved = signs[0][0] and any(LEFT.match(text) and len(names) < 2 for text, names in zip(bare, letters))
+    both = letters[0] | letters[1]
+    mixed = len({letter.lower() for letter in both}) < len(both)
+    return signs[0] == signs[1] and (letters[0] == letters[1] or not strict) and not solved and not mixed
 
 
 def caseless(text: str) -> str:
@@ -177,17 +268,25 @@ def plain(text: str) -> str:
         affirmed = LEAD.fullmatch(parts[0]) and not re.search(r"\b(?:not|no|nor|or|never|neither)\b|n't", parts[0])
         text = " ".join(parts[1:] if affirmed else parts).strip()
     text = re.sub(r"(?<=.),? ?(?:\band\b|\\text ?\{ ?and ?\})(?=.)", ", ", text)
-    text = re.sub(r"^\\(?:text|mbox)\s*\{([^{}]*)\}$", r"\1", text).strip()
-    if LEFT.match(text) and len(set(LEFT.findall(text))) == 1:
-        text = LEFT.sub("", text).strip()
+    return unwrapped(re.sub(r"^\\(?:text|mbox)\s*\{([^{}]*)\}$", r"\1", text).strip())
+
+
+def unwrapped(text: str) -> str:
+    """Return the text with single spaces, and a number without parentheses or braces around it."""
     while text[:1] + text[-1:] in ("()", "{}") and VALUE.fullmatch(text[1:-1].strip()):
         text = text[1:-1].strip()
     return " ".join(text.split())
 
 
-def exact(text: str) -> tuple[tuple[Fraction, ...], str] | None:
-    """Return (values, unit) of a text that is one number, else None. A percentage has two values."""
+def exact(text: str, quotients: bool = True) -> tuple[tuple[Fraction, ...], str] | None:
+    """Return (values, unit) of a text that is one number, else None. A percentage has two values.
+
+    quotients: fractions that are no number's usual form count too: 84/7 (an integer), 1/2.5 (decimals in it).
+    """
     text = re.sub(r"\\(?:text|mbox|mathrm|textbf|mathbf)\s*\{([^{}]*)\}", r" \1", text)
+    if found := SIGNED.match(text):  # a sign inside of the fraction
+        minus = (found[1] + found[3] + found[5]).count("-") % 2
+        text = ("-" if minus else "") + f"{found[2]}{{{found[4]}}}{{{found[6]}}}" + text[found.end() :]
     text = re.sub(r"\\[dt]?frac\s*(?:\{\s*([\d.]+)\s*\}|(\d))\s*(?:\{\s*([\d.]+)\s*\}|(\d))", r" \1\2/\3\4", text)
     text = REPEATING.sub(repeating, text)
     text = re.sub(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree", "°", text).replace("\\%", "%").replace("percent", "%")
@@ -197,6 +296,8 @@ def exact(text: str) -> tuple[tuple[Fraction, ...], str] | None:
     unit = measure(found["unit"] or "")
     top, bottom = (Fraction((found[part] or "1").replace(",", "")) for part in ("top", "bottom"))
     if bottom == 0 or unit is None:
+        return None
+    if not quotients and found["bottom"] and ((top / bottom).denominator == 1 or "." in found["top"] + found["bottom"]):
         return None
     value = int(found["whole"] or 0) + top / bottom
     value *= Fraction(10) ** int((found["e"] or found["power"] or "0").strip("{ }"))
@@ -209,7 +310,7 @@ def repeating(found: re.Match) -> str:
     whole, fixed, cycle = found[1] or "0", found[2], found[3] or found[4]
     bottom = 10 ** len(fixed) * (10 ** len(cycle) - 1)
     value = Fraction(int(whole + fixed + cycle) - int(whole + fixed), bottom)
-    return f"{value.numerator}/{value.denominator}"
+    return str(value)
 
 
 def measure(text: str) -> str | None:
@@ -233,108 +334,4 @@ def same_value(one: tuple, other: tuple) -> bool:
     return bool(set(values) & set(others))
 
 
-class Worker:
-    """The trainer's side of the process that runs math-verify. Any thread may call it; calls run one at a time."""
-
-    def __init__(self):
-        self.lock, self.process, self.known = threading.Lock(), None, False
-
-    def ask(self, answer: str, golds: list[str]) -> bool:
-        """Return whether math-verify finds the answer equal to a gold; False also if it fails or takes too long."""
-        with self.lock:
-            try:
-                if self.process is None or self.process.poll() is not None:
-                    self._start()
-                self.process.stdin.write(json.dumps([answer, golds]).encode() + b"\n")
-                self.process.stdin.flush()
-                return self._answer(SECONDS) == b"1"
-            except (OSError, ValueError):  # the process has ended, or did not start
-                self._kill()
-                return False
-
-    def _start(self):
-        from common import ending
-
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tasks.equality"],
-            cwd=Path(__file__).parent.parent,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C must reach the trainer only, which then ends this process
-        )
-        if not self.known:
-            self.known = True
-            ending.at_end(self._kill)
-        if self._answer(START) != b"r":
-            raise OSError("math-verify does not start")
-
-    def _answer(self, seconds):
-        """Return the next byte of the process; b"" if it has ended, or took longer than `seconds` and was killed."""
-        out = self.process.stdout.fileno()
-        if select.select([out], [], [], seconds)[0]:
-            return os.read(out, 1)
-        self._kill()
-        return b""
-
-    def _kill(self):
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            for pipe in (self.process.stdin, self.process.stdout):
-                with contextlib.suppress(OSError):
-                    pipe.close()
-            self.process = None
-
-
-WORKER = Worker()
-
-
-def same_number(one, other) -> bool:
-    """Return whether two numbers of sympy are equal: rationals exactly, others to DIGITS, those with decimals to 12."""
-    from sympy import Float
-
-    if not (one.is_finite and other.is_finite):  # 1/0 equals nothing
-        return bool(one == other and one.is_extended_real)
-    if one.is_Rational and other.is_Rational:
-        return bool(one == other)
-    inexact = any(number.has(Float) for number in (one, other))
-    size = max(abs(one.evalf(DIGITS)), abs(other.evalf(DIGITS)))
-    return bool(abs((one - other).evalf(DIGITS)) <= size * 10 ** -(12 if inexact else DIGITS - 10))
-
-
-def serve() -> None:
-    """Run the worker process: for each line of stdin write `1` or `0` to stdout, until the trainer has ended."""
-    import resource
-    import signal
-
-    from math_verify import parse, verify
-    from sympy import Expr
-
-    out = os.dup(1)
-    os.dup2(2, 1)  # the output of libraries must not mix with the answers
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-
-    def parsed(text):
-        return parse(f"${text}$", parsing_timeout=None)
-
-    def right(answer, gold):
-        numbers = [found[0] for found in (answer, gold) if found and getattr(found[0], "is_number", None)]
-        if len(numbers) == 2 and all(isinstance(number, Expr) for number in numbers):
-            return same_number(*numbers)
-        return verify(gold, answer, float_rounding=12, timeout_seconds=None)
-
-    os.write(out, b"r")
-    for line in sys.stdin.buffer:
-        signal.alarm(int(SECONDS) + 1)  # SIGALRM ends this process if the trainer is no longer there to kill it
-        found = False
-        with contextlib.suppress(Exception):
-            answer, golds = json.loads(line)
-            answer = parsed(answer)
-            found = any(right(answer, parsed(gold)) for gold in golds)
-        signal.alarm(0)
-        os.write(out, b"1" if found else b"0")
-
-
-if __name__ == "__main__":
-    serve()
+POOL = Pool()

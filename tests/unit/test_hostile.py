@@ -114,3 +114,25 @@ def test_a_reader_takes_a_second_of_cpu_at_most_for_any_text(reader):
         if seconds > SECONDS:
             slow[name] = round(seconds, 1)
     assert not slow
+
+
+SHORT = {  # short enough to be compared by value
+    name: (piece * 1000)[: equality.LONGEST]
+    for name, piece in (
+        PIECES
+        | {"commas": ",", "values": "x,", "tuples": "(1,", "closed tuples": "(1,2),", "sets": "\\{1,", "ors": "x=1 or "}
+        | {"unions": "(1,2)\\cup ", "bounds": "1<x", "builders": "\\{x|x>", "signs": "\\pm 1,", "elements": "x\\in "}
+        | {"factorials": "9!", "exponents": "9^{9", "groups": "(9)^9", "binomials": "\\binom{9}{9}", "sides": "x=1,"}
+    ).items()
+}
+
+
+@pytest.mark.parametrize("gold", ["7", "(1,2)", "1,2", "3<x<9", "x+3y-6=0", "\\sqrt{3}", "x=1 \\text{ or } x=2"])
+def test_a_short_text_is_compared_in_a_second_of_cpu_too(gold):
+    slow = {}
+    for name, text in SHORT.items():
+        start = time.thread_time()
+        equality.equal(text, [gold])
+        if time.thread_time() - start > SECONDS:
+            slow[name] = round(time.thread_time() - start, 1)
+    assert not slow

@@ -197,7 +197,7 @@ def test_a_file_of_problems_needs_no_corpus(tmp_path, make_args):
     given = dict(task=str(tmp_path / "q.jsonl"), task_kind="math", unsafe_python=True)
     task = tasks.load(make_args(**given))
     assert len(task.train) + len(task.held_out) + len(task.test) == 72  # questions that differ by a sign are different
-    assert task.score("2/2", Question("q", "", ["1.0"])) == (1.0, {})
+    assert task.score("2/4", Question("q", "", ["0.50"])) == (1.0, {})
     assert len(tasks.load(make_args(**given), use="all").test) == 72
     for more in (dict(corpus="c.jsonl"), dict(retriever="http://x")):
         with pytest.raises(SystemExit, match="nothing to search in"):
