@@ -16,8 +16,8 @@ from tasks.code_qa import CodeQA
 from tasks.files import read_questions, single_spaced, split
 from tasks.gym import GYM, gym_questions
 from tasks.math_qa import MathQA
-from tasks.scores import normal_form
-from tasks.search_qa import SearchQA
+from tasks.scores import normal_form, own_form
+from tasks.search_qa import FileQA, SearchQA
 from tasks.task import Task
 from tasks.tiny import tiny_math, tiny_search
 from tools.python import Python
@@ -123,13 +123,13 @@ def math_task(args: "Sampling", whole: bool) -> tuple:
 
 
 def search_task(args: "Sampling", whole: bool) -> tuple:
-    """Return (SearchQA, its tool, train, held_out, test) of a data set, `tiny_search`, or a JSONL file.
+    """Return (family, its tool, train, held_out, test) of a data set, `tiny_search`, or a JSONL file.
 
     whole: all questions of a file become test. The tool searches in --corpus, --retriever, or the data set's documents.
     """
     if args.corpus and args.retriever:
         raise SystemExit("--corpus and --retriever: only one of them can be given.")
-    given = args.corpus or args.retriever or args.tools == "off"
+    given, family = args.corpus or args.retriever or args.tools == "off", SearchQA
     if args.task in hub.SOURCES:
         found = hub.load(args.task, args.eval_questions, not given)
         if not given and found.documents is None:
@@ -151,20 +151,20 @@ def search_task(args: "Sampling", whole: bool) -> tuple:
                 f"--task {args.task} needs something to search in: --corpus documents.jsonl (lines of id, title and "
                 "text) or --retriever http://host:port/retrieve (a server). For mathematics: --task_kind math."
             )
-        documents, questions = args.corpus, read_questions(args.task)
+        family, documents, questions = FileQA, args.corpus, read_questions(args.task, normal=own_form)
         parts = ([], [], questions) if whole else split(questions, args.eval_questions)
     else:
         close = models.meant(args.task, (*hub.SOURCES, "tiny_search", "tiny_math"))
         raise SystemExit(f"--task {args.task or '(none)'}:{close} Give {KINDS}.")
     if args.tools == "off":
-        return SearchQA, None, *parts
+        return family, None, *parts
     if args.retriever.startswith("llm:"):
         steps = getattr(args, "steps", 1)  # eval.py has none: the simulator behaves as at the start of training
-        return SearchQA, Simulator(args.retriever, args.topk, args.tool_timeout, steps, args.seed), *parts
+        return family, Simulator(args.retriever, args.topk, args.tool_timeout, steps, args.seed), *parts
     if args.retriever:
-        return SearchQA, Retriever(args.retriever, args.topk, timeout=args.tool_timeout), *parts
+        return family, Retriever(args.retriever, args.topk, timeout=args.tool_timeout), *parts
     try:
-        return SearchQA, Search(documents, args.topk), *parts
+        return family, Search(documents, args.topk), *parts
     except (OSError, ValueError) as error:
         raise SystemExit(f"--corpus: {error}") from None
 

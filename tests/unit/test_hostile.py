@@ -91,6 +91,7 @@ def readers():
         "choice": lambda text: choice.score(text, question),
         "exact match": lambda text: scores.exact_match(text, ["gold"]),
         "F1": lambda text: scores.f1(text, ["gold"]),
+        "own form": scores.own_form,
         "spoken": thinking.spoken,
         "spoken, opened": lambda text: thinking.spoken(text, True),
         "cleaned": lambda text: templates.cleaned("python", text),
