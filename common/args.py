@@ -49,6 +49,8 @@ class Sampling:
     """whether the model has a tool; off: it answers by itself"""
     answer: Literal["tags", "boxed"] = "tags"
     """where the model writes its answer: in <answer> tags, or in \\boxed{} as in most work on mathematics"""
+    unevaluated: bool = False
+    """where the gold is a number, count formulas of its value as right too, such as 17*23 for 391"""
     context: Literal["full", "strip_think", "window"] = "full"
     """what of its earlier turns the model sees again: all, all but its thinking, or the last --window turns"""
     window: int = 2

@@ -19,6 +19,7 @@ class CodeQA(MathQA):
     question has above its function (imports, helpers).
     """
 
+    nonsense = ("pass",)  # each one takes a run of the sandbox
     question_format = "Complete this function, and answer with the whole function.\n{}"
 
     def __init__(self, python: Python, *args):

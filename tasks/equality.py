@@ -121,6 +121,12 @@ def alike(answer: str, gold: str, unevaluated: bool) -> bool | tuple[str, str]:
     return all(map(formula, formulas)) and comparable(*formulas) and formulas
 
 
+def evaluated(answer: str, gold: str) -> bool:
+    """Return whether an answer has the form that a gold asks for: that of a number where the gold is a number."""
+    answer, gold = without_sides(plain(answer), plain(gold))
+    return not exact(gold) or bool(exact(answer, quotients=False)) or caseless(answer) == caseless(gold)
+
+
 def without_sides(answer: str, gold: str) -> tuple[str, str]:
     """Return both texts without a left side that only names the answer, f(x) = x^2: cut from both or from none."""
     names = [

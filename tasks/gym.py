@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from common import run
 from common.turns import Question
+from tasks import equality
 from tasks.files import TEST, single_spaced
 from tasks.math_qa import MathQA
 
@@ -23,7 +24,10 @@ RUNS_ANSWERS = re.compile(r"\b(eval|exec|parse_expr|sympify|simplify|parse_latex
 
 
 class GymQA(MathQA):
-    """Questions of a reasoning_gym data set, answered by computing in Python. The data set's scorer decides: 0 or 1."""
+    """Questions of a reasoning_gym data set, answered by computing in Python. The data set's scorer decides: 0 or 1.
+
+    Where the gold is a number, the answer must be one too.
+    """
 
     score_keeps_time = False
 
@@ -33,7 +37,9 @@ class GymQA(MathQA):
 
     def score(self, answer: str | None, question: Question) -> tuple[float, dict[str, float]]:
         with contextlib.suppress(Exception, SystemExit):  # some scorers raise on a malformed answer
-            return float(answer is not None and self.score_answer(answer, question.info["entry"]) == 1.0), {}
+            paid = answer is not None and self.score_answer(answer, question.info["entry"]) == 1.0
+            evaluated = self.unevaluated or all(equality.evaluated(answer, gold) for gold in question.golds)
+            return float(paid and evaluated), {}
         return 0.0, {}
 
 

@@ -16,6 +16,7 @@ from tasks.code_qa import CodeQA
 from tasks.files import read_questions, single_spaced, split
 from tasks.gym import GYM, gym_questions
 from tasks.math_qa import MathQA
+from tasks.nonsense import refuse_generous
 from tasks.scores import normal_form, own_form
 from tasks.search_qa import FileQA, SearchQA
 from tasks.task import Task
@@ -62,6 +63,7 @@ def load(args: "Sampling", use: str = "train") -> Task:
     tokenizer = models.load_tokenizer(models.resolve(args.model))
     task = family(args, tokenizer, tool, train, held_out, test)
     check_lengths(task, args)
+    refuse_generous(task, args.task)
     return task
 
 

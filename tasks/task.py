@@ -35,6 +35,7 @@ class Task(Environment):
     question_format = "{}"  # the prompt's text around a question
     # Whether `score` itself limits its time; otherwise a call that takes longer than --tool_timeout ends the run.
     score_keeps_time = False
+    nonsense = ("banana", "qwxz vkjq", "?", "0", "1", "nan", "[]", "1/0")  # answers that no scorer may pay: nonsense.py
 
     def __init__(
         self,

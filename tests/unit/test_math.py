@@ -12,7 +12,7 @@ import train_grpo
 from common import loop, models
 from common.args import parse_args
 from common.turns import Group, Question, Trajectory, Turn
-from tasks import choice_qa, code_qa, files, loading, math_qa, tags, wordings
+from tasks import choice_qa, code_qa, files, loading, math_qa, nonsense, tags, wordings
 from tasks.tiny import pretrain, tiny_math
 from tools import Tool
 from tools.python import Python
@@ -254,6 +254,73 @@ def test_a_data_set_that_may_run_an_answer_as_code_to_score_it_is_refused_outsid
             gym(make_args, name, unsafe_python=False)
     task = gym(make_args, "n_queens", max_turn_tokens=256)
     assert task.score("exit(3)", task.train[0]) == (0.0, {})  # without ending the run
+
+
+@pytest.mark.parametrize(
+    "name, answer", [("game_of_life_halting", "banana"), ("complex_arithmetic", "nan"), ("coin_flip", "0")]
+)
+def test_a_data_set_whose_scorer_pays_for_nonsense_is_refused(make_args, name, answer):
+    pytest.importorskip("reasoning_gym")
+    message = f"reasoning_gym:{name}: its scorer pays for nonsense. The answer '{answer}' is right for [0-9]+ of "
+    with pytest.raises(SystemExit, match=message):
+        gym(make_args, name)
+
+
+@pytest.mark.parametrize("name", ["circuit_logic", "calendar_arithmetic", "letter_counting", "binary_alternation"])
+def test_a_data_set_of_few_answers_is_not_refused_for_right_guesses(make_args, name):
+    pytest.importorskip("reasoning_gym")
+    assert gym(make_args, name, max_context=8192).train
+
+
+def test_a_scorer_of_reasoning_gym_pays_no_formula_where_the_gold_is_a_number(make_args):
+    pytest.importorskip("reasoning_gym")
+    task = gym(make_args, "gsm_symbolic")
+    question = task.train[0]
+    assert (
+        task.score(f"{question.golds[0]}+0", question) == (0.0, {}) and task.score(question.golds[0], question)[0] == 1
+    )
+    assert gym(make_args, "gsm_symbolic", unevaluated=True).score(f"{question.golds[0]}+0", question) == (1.0, {})
+
+
+class Scorer(math_qa.MathQA):
+    """Questions whose score is a function of answer and golds."""
+
+    def __init__(self, function, *more):
+        super().__init__(*more)
+        self.function = function
+
+    def score(self, answer, question):
+        return self.function(answer, question), {}
+
+
+@pytest.mark.parametrize(
+    "function, refused",
+    [
+        (lambda answer, question: 1.0, "'banana' is right for 20 of 20"),
+        (lambda answer, question: 0.3, "'banana'"),
+        (lambda answer, question: float(answer in question.text), "'?'"),
+        (lambda answer, question: float(answer == question.text), "the question's own text"),
+        (lambda answer, question: float(question.golds[0] in answer), "'1/0'"),
+        (lambda answer, question: float(answer.isdigit()), "'0'"),
+        (lambda answer, question: float(answer in question.golds), ""),
+        (lambda answer, question: 0.2, ""),
+        (lambda answer, question: float(answer == "banana" and question.id == "3"), ""),
+    ],
+)
+def test_each_scorer_is_asked_nonsense(make_args, function, refused):
+    questions = [Question(str(i), f"Which of 0 and {i % 2} is {i % 2}?", [str(i % 2)]) for i in range(30)]
+    task = Scorer(function, make_args(task="mine"), scripted_engine.TOKENIZER, None, questions, [])
+    if not refused:
+        return nonsense.refuse_generous(task, "mine")
+    with pytest.raises(SystemExit, match=re.escape(f"--task mine: its scorer pays for nonsense. The answer {refused}")):
+        nonsense.refuse_generous(task, "mine")
+
+
+def test_the_questions_own_words_are_no_answer_where_the_gold_is_a_number(make_args):
+    question = Question("1", "What is 17*23?", ["391"])
+    for unevaluated in (False, True):
+        task = math_qa.MathQA(make_args(unevaluated=unevaluated), scripted_engine.TOKENIZER, None, [question], [])
+        assert task.score("17*23", question) == (float(unevaluated), {}) and task.score("391", question) == (1.0, {})
 
 
 # ---- benchmarks of another kind

@@ -74,7 +74,13 @@ def test_f1_is_the_harmonic_mean_over_words_for_the_best_gold(answer, golds, exp
 
 
 FILE_SAME = [  # answers and golds that are equal for a file of one's own
-    *(("“The Boss”", "The Boss"), ("don’t", "don't"), ("«oui»", "oui"), ("「東京」", "東京"), ("l’été", "l'e\u0301te\u0301")),
+    *(
+        ("“The Boss”", "The Boss"),
+        ("don’t", "don't"),
+        ("«oui»", "oui"),
+        ("「東京」", "東京"),
+        ("l’été", "l'e\u0301te\u0301"),
+    ),
     *(
         ("1990–2000", "1990-2000"),
         ("1990 — 2000", "1990-2000"),
