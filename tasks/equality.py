@@ -61,14 +61,28 @@ SENTENCE = re.compile(r"(?<!\\)\b(?!(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|p
 NOT_PRODUCTS = set("or to of in is if by at as on no not nor and for per out but mod vs am pm".split())
 TEXT = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|begin|end)\s*\{[^{}]*\}")
 # Formulas with any other macro or sign are compared as text: math-verify may read only a part of them.
-MACROS = set(
-    "frac dfrac tfrac sqrt pi cdot times div pm sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp le leq ge geq lt "
-    "gt ne neq infty cup cap in circ degree alpha beta gamma delta epsilon varepsilon zeta eta theta kappa lambda mu nu xi rho sigma "
-    "tau phi varphi chi psi omega Delta Gamma Lambda Omega Phi Pi Psi Sigma Theta binom dbinom tbinom lfloor rfloor lceil rceil sum "
-    "prod text mbox mathrm textbf mathbf begin end lbrace rbrace leqslant geqslant".split()
+GREEK = set(
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi varphi chi psi omega "
+    "Delta Gamma Lambda Omega Phi Pi Psi Sigma Theta".split()
 )
+MACROS = GREEK | set(
+    "frac dfrac tfrac sqrt pi cdot times div pm sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp le leq ge geq lt "
+    "gt ne neq infty cup cap circ degree binom dbinom tbinom lfloor rfloor lceil rceil sum prod begin end lbrace rbrace leqslant "
+    "geqslant".split()
+)
+FUNCTION = r"(?:sqrt|sin|cos|tan|log|ln|exp)(?![a-zA-Z])"
 MACRO = re.compile(r"\\(?:([a-zA-Z]+)|[{}%\\])")
-SIGNS = re.compile(r"[\w\s+\-*/^=<>≤≥≠()\[\]{},.|!&°%π∞∪∩'$]*")
+SIGNS = re.compile(r"[\w\s+\-*/^=<>≤≥≠()\[\]{},.|!&°%π∞∪∩$]*")
+ENDING = re.compile(  # what may be a unit at the end of a formula
+    r"\s*\\(?:text|mbox|mathrm)\s*\{\s*([^{}]*?)\s*\}\s*(\^\s*\{?[23]\}?)?$|\s([a-z]{2,})(\^?\{?[23]\}?)?$"
+)
+# What math-verify reads in part, or in one of two ways: plain text, a base (101_2), a root of parentheses, x2, 1/2x, a/bc.
+UNCLEAR = re.compile(
+    r"\\(?:text|mbox|mathrm|textbf|mathbf)(?![a-zA-Z])|[\d)}\]]\s*_|\\sqrt\s*\(|(?<![\\a-zA-Z])[a-zA-Z]\d|"
+    rf"/\s*\d+\s*(?:[a-zA-Z(]|\\(?:pi|[dt]?frac|{FUNCTION}))|/\s*(?!{FUNCTION})[a-zA-Z]\s*[a-zA-Z(]"
+)
+ANGLE = re.compile(r"\\circ|\\degree|°")
+TRIGONOMETRY = re.compile(r"(?:sin|cos|tan|cot|sec|csc)(?!h)")
 BOUND = re.compile(r"[<>≤≥≠]|\\(?:[lg]e(?:q|qslant)?|[lg]t|neq?)(?![a-zA-Z])")
 BARE_BOX = re.compile(r"\\boxed\s+([^\s${][^\s$]*)")  # \boxed 5
 BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")  # an escaped brace is text
@@ -118,6 +132,9 @@ def alike(answer: str, gold: str, unevaluated: bool) -> bool | tuple[str, str]:
         return single and (same(form.items[0], text) if shapes[0] else same(text, form.items[0]))
     if other and not unevaluated:
         return False
+    units = unit_of(answer), unit_of(gold)
+    if all(units) and units[0] != units[1]:
+        return False
     return all(map(formula, formulas)) and comparable(*formulas) and formulas
 
 
@@ -156,8 +173,13 @@ def latex(text: str) -> str:
     text = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = re.sub(r"√\s*(?:\(([^()]*)\)|(\d+|\w))", r"\\sqrt{\1\2}", text)
     text = re.sub(r"(?<![\\a-zA-Z])pi\b", r"\\pi", text)
-    ends = re.search(r"\s([a-z]{2,}(?:\^?[23]|\^\{[23]\})?)$", text)
-    return text[: ends.start()] if ends and measure(ends[1]) else text
+    return text[: ending.start()] if (ending := ENDING.search(text)) and unit_of(text) else text
+
+
+def unit_of(text: str) -> str | None:
+    """Return the unit at the end of a formula in LaTeX, None without one."""
+    found = ENDING.search(text)
+    return measure((found[1] or found[3]) + (found[2] or found[4] or "")) if found else None
 
 
 def formula(text: str) -> bool:
@@ -169,7 +191,13 @@ def formula(text: str) -> bool:
         re.fullmatch("[a-z]{2,3}", word) and word not in NOT_PRODUCTS and not measure(word) for word in words
     )
     whole = {name for name in MACRO.findall(text) if name} <= MACROS and SIGNS.fullmatch(MACRO.sub(" ", text))
-    partial = not whole or ".." in text or words == [bare.strip()] or re.search(r"[-+*/^_=.?]\s*$", bare)
+    partial = (
+        not whole
+        or UNCLEAR.search(text)
+        or ".." in text
+        or words == [bare.strip()]
+        or re.search(r"[-+*/^_=.?]\s*$", bare)
+    )
     return not (towers or not products or partial or nested(text) or endless(text))
 
 
@@ -218,18 +246,23 @@ def closing(text: str, start: int) -> int:
 def comparable(answer: str, gold: str) -> bool:
     """Return whether two formulas can be equal: both are equations or neither is, and likewise for bounds.
 
-    If one of them is an equation or has products of variables, both must have the same variables. An equation in one
-    variable that is solved (x = 5) equals no other one: 2x = 10 may be the question. No letter may occur in both cases:
-    math-verify takes A and a for the same.
+    Both must have the same variables. An equation in one variable that is solved (x = 5) equals no other one: 2x = 10 may
+    be the question. No letter may occur in both cases: math-verify takes A and a for the same. It also ignores degrees.
     """
-    signs = [("=" in text, bool(BOUND.search(text))) for text in (answer, gold)]
-    bare = [TEXT.sub("", text) for text in (answer, gold)]
-    letters = [set(re.sub(r"\\[a-zA-Z]+|[^a-zA-Z]", "", text)) for text in bare]
-    strict = signs[0][0] or any(map(SENTENCE.search, bare))
-    solved = signs[0][0] and any(LEFT.match(text) and len(names) < 2 for text, names in zip(bare, letters))
-    both = letters[0] | letters[1]
-    mixed = len({letter.lower() for letter in both}) < len(both)
-    return signs[0] == signs[1] and (letters[0] == letters[1] or not strict) and not solved and not mixed
+    both = answer, gold
+    signs = [("=" in text, bool(BOUND.search(text))) for text in both]
+    names = [variables(text) for text in both]
+    solved = signs[0][0] and any(LEFT.match(text) and len(names[0]) < 2 for text in both)
+    one = not any(signs[0]) or all(text.count("=") < 2 and "," not in text for text in both)
+    cases = len({name.lower() for name in names[0]}) == len(names[0])
+    angles = not any(map(TRIGONOMETRY.search, both)) or bool(ANGLE.search(answer)) == bool(ANGLE.search(gold))
+    return signs[0] == signs[1] and names[0] == names[1] and one and cases and angles and not solved
+
+
+def variables(text: str) -> set[str]:
+    """Return the letters of a formula, Latin and Greek, without names of functions and environments."""
+    rest = re.sub(rf"\\(?:begin|end)\s*\{{\w*\}}|\\[a-zA-Z]+|(?<![a-zA-Z]){FUNCTION}|[^a-zA-Z]", "", text)
+    return set(rest) | (set(MACRO.findall(text)) & GREEK)
 
 
 def caseless(text: str) -> str:

@@ -95,11 +95,12 @@ def read(text: str) -> Form | None:
         text = pattern.sub(sign, text)
     if found := BUILDER.fullmatch(text):
         form = read(found[2])
-        return Form(form.kind, form.items) if form and form.name == found[1] else None
+        return Form(form.kind, form.items, braces=True) if form and form.name == found[1] else None
     if found := ELEMENT.fullmatch(text):
         form = read(found[2])
         form = as_intervals(form) if form and form.kind == "tuple" else form
-        return Form(form.kind, form.items, found[1]) if form and not form.name and not form.choice else None
+        known = form and not form.name and not form.choice
+        return Form(form.kind, form.items, found[1], braces=form.braces) if known else None
     if found := PLACES.match(text):
         form, names = read(text[found.end() :]), found[1].replace(" ", "").split(",")
         ordered = form and form.kind == "tuple" and names == sorted(set(names)) and len(names) == len(form.items)
@@ -149,7 +150,9 @@ def relation(text: str) -> Form | None:
     sides, signs = [side.strip() for side in RELATION.split(text)], RELATION.findall(text)
     if not signs or "=" in text or len(signs) > 2 or "," in text:
         return None
-    variables = [place for place, side in enumerate(sides) if not side or re.fullmatch(LETTER, side)]
+    variables = [
+        place for place, side in enumerate(sides) if not side or (re.fullmatch(LETTER, side) and side not in "ei")
+    ]
     if len(variables) != 1:
         return None
     name = sides[variables[0]] or None

@@ -36,7 +36,7 @@ START = 60.0  # timeout of the start of a process
 MINUTE = 60.0  # seconds between two lines
 MEMORY = 2 * 2**30  # limit of a process' address space in bytes
 REMEMBERED = 20_000  # comparisons
-DIGITS = 60  # of a number that is not rational
+DIGITS = 1000  # of a number that is not rational
 # What math-verify and sympy do slowly the first time is done before a child is forked.
 WARM = (
     *(("x(x+1)", "x^2+x"), ("y=2-x/3", "x+3y-6=0"), (r"\frac{\pi}{2}+\sqrt{3}", r"\sqrt[3]{5}"), (r"\{1,2\}", "(1,2)")),
@@ -212,13 +212,16 @@ def same_number(one, other) -> bool:
     """Return whether two numbers of sympy are equal: rationals exactly, others to DIGITS, those with decimals to 12."""
     from sympy import Float
 
+    one, other = one.doit(), other.doit()
     if not (one.is_finite and other.is_finite):  # 1/0 equals nothing
         return bool(one == other and one.is_extended_real)
     if one.is_Rational and other.is_Rational:
         return bool(one == other)
-    inexact = any(number.has(Float) for number in (one, other))
-    size = max(abs(one.evalf(DIGITS)), abs(other.evalf(DIGITS)))
-    return bool(abs((one - other).evalf(DIGITS)) <= size * 10 ** -(12 if inexact else DIGITS - 10))
+    size = max(abs(one.evalf(15)), abs(other.evalf(15)))
+    if one.has(Float) or other.has(Float):
+        return bool(abs((one - other).evalf(30)) <= size * Float(10) ** -12)
+    # evalf computes with more digits until it knows those of the difference, or until DIGITS.
+    return bool(abs((one - other).evalf(15, maxn=DIGITS)) <= size * Float(10) ** -(DIGITS - 50))
 
 
 def same_curve(one, other) -> bool:
