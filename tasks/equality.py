@@ -24,8 +24,8 @@ from tasks import forms
 from tasks.worker import Pool
 
 LONGEST = 1000  # characters; a longer answer counts as wrong
-LARGEST = 20_000  # exponent; powers above it are compared as text
-DEEPEST = 12  # brackets in brackets
+LARGEST = 3_000  # exponent; powers above it are compared as text
+DEEPEST = 12  # brackets in brackets; and twice as many bars
 SPACES = re.compile(r"(?<!\\)\\[,;:!\s]|\\q?quad\b|~")
 WRAPPED = re.compile(r"\\(?:left|right|displaystyle)\b")
 LEAD = re.compile(  # text that may precede the dollars of an answer
@@ -173,6 +173,7 @@ def latex(text: str) -> str:
     text = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = re.sub(r"√\s*(?:\(([^()]*)\)|(\d+|\w))", r"\\sqrt{\1\2}", text)
     text = re.sub(r"(?<![\\a-zA-Z])pi\b", r"\\pi", text)
+    text = re.sub(r"(?<![\d.])(\d+)/(\d+) (?=[a-zA-Z](?![a-zA-Z])|\\pi)", r"\\frac{\1}{\2} ", text)  # 1/3 x
     return text[: ending.start()] if (ending := ENDING.search(text)) and unit_of(text) else text
 
 
@@ -206,7 +207,7 @@ def nested(text: str) -> bool:
     depths = [0]
     for character in text:
         depths.append(depths[-1] + (character in "([{") - (character in ")]}"))
-    return depths[-1] != 0 or min(depths) < 0 or max(depths) > DEEPEST
+    return depths[-1] != 0 or min(depths) < 0 or max(depths) > DEEPEST or text.count("|") > 2 * DEEPEST
 
 
 def endless(text: str) -> bool:

@@ -93,6 +93,8 @@ def read(text: str) -> Form | None:
     text = text.strip()
     for sign, pattern in RELATIONS:
         text = pattern.sub(sign, text)
+    if len(parts := split(text, OR)) > 1:
+        return alternatives(parts)
     if found := BUILDER.fullmatch(text):
         form = read(found[2])
         return Form(form.kind, form.items, braces=True) if form and form.name == found[1] else None
@@ -107,8 +109,6 @@ def read(text: str) -> Form | None:
         return Form("tuple", form.items, ",".join(names)) if ordered else None
     if EMPTY.fullmatch(text):
         return Form("set", [], braces=True)
-    if len(parts := split(text, OR)) > 1:
-        return alternatives(parts)
     if len(parts := split(text, CUP)) > 1:
         forms = [as_intervals(read(part)) for part in parts]
         return Form("intervals", [piece for form in forms for piece in form.items]) if all(forms) else None
@@ -118,6 +118,8 @@ def read(text: str) -> Form | None:
 def alternatives(parts: list[str]) -> Form | None:
     """Return the form of texts between "or": x < 1 or x > 2, a = 2 or a = -7, x = 2 or 3."""
     forms = [read(part) or assigned(part) or Form("set", [part]) for part in parts]
+    if all(form.kind == "tuple" for form in forms):
+        forms = [Form("set", [f"({','.join(form.items)})"], form.name) for form in forms]
     names = {form.name for form in forms if form.name}
     if len(names) > 1 or not all(forms) or any(form.choice or form.kind not in ("set", "intervals") for form in forms):
         return None

@@ -4,8 +4,8 @@
                 limits its time by signals, which only work in the main thread, so the trainer cannot run it
     limit       a comparison may take SECONDS of CPU time. The kernel then kills the child, a new one is forked in
                 milliseconds, and the answer counts as wrong
-    hurry       with each comparison that has run out of time in the last minute after the first two, the limit is halved
-                down to LEAST: 512 different endless answers take a minute instead of 43
+    hurry       the more time slow comparisons have taken in the last minute, the shorter the limit, down to LEAST: 512
+                different endless answers take one or two minutes, not 43
     memory      a comparison that was decided is remembered (REMEMBERED pairs)
     a word      a comparison that ran out of time, and scoring that takes longer than a minute, print one line
 
@@ -30,7 +30,7 @@ from common import ending, ranks, run
 
 PROCESSES = 2  # of this rank
 SECONDS = 5.0  # CPU time of a comparison
-LEAST = 0.2  # the same, after many comparisons have run out of time
+LEAST = 0.1  # the same, after many comparisons have run out of time
 WALL = 30.0  # seconds until a process that does not answer at all is killed
 START = 60.0  # timeout of the start of a process
 MINUTE = 60.0  # seconds between two lines
@@ -60,7 +60,7 @@ class Pool:
     def __init__(self):
         self.lock, self.slots = threading.Lock(), threading.Semaphore(PROCESSES)
         self.free, self.all = [], []
-        self.late = collections.deque(maxlen=64)  # times of comparisons that ran out of time
+        self.slow = collections.deque(maxlen=1000)  # (time, seconds, whether out of time) of slow comparisons
         self.asking, self.since, self.ended, self.told = 0, 0.0, 0.0, -MINUTE
         self.decided = functools.lru_cache(REMEMBERED)(self._decide)
 
@@ -79,8 +79,8 @@ class Pool:
 
     def limit(self) -> float:
         """Return the CPU seconds that the next comparison may take."""
-        recent = sum(time.monotonic() - at < MINUTE for at in self.late)
-        return max(LEAST, SECONDS / 2 ** max(0, recent - 1))
+        spent = sum(seconds for _, seconds, _ in self._recent()) / SECONDS
+        return max(LEAST, SECONDS / 4 ** max(0, spent - 1))
 
     def close(self) -> None:
         """Kill all processes."""
@@ -91,15 +91,17 @@ class Pool:
 
     def _decide(self, pairs):
         with self.slots:
-            process, limit = self._take(), self.limit()
+            process, limit, started = self._take(), self.limit(), time.monotonic()
             try:
                 result = process.ask(pairs, limit)
             finally:
                 with self.lock:
                     if process.alive():
                         self.free.append(process)
-        if result == "late":
-            self.late.append(time.monotonic())
+        late, seconds = result == "late", min(limit, time.monotonic() - started)
+        if late or seconds > LEAST / 2:
+            self.slow.append((time.monotonic(), seconds, late))
+        if late:
             self._tell(f"an answer took longer than {limit:.2g} s to compare and counts as wrong: {pairs[0][0][:60]!r}")
             if limit < SECONDS:
                 raise Late
@@ -131,6 +133,10 @@ class Pool:
         if self.ended - self.since > MINUTE:
             self._tell(f"comparing answers has taken {self.ended - self.since:.0f} s without a pause")
 
+    def _recent(self):
+        now = time.monotonic()
+        return [one for one in tuple(self.slow) if now - one[0] < MINUTE]
+
     def _tell(self, text):
         """Print a line, at most one a minute."""
         now = time.monotonic()
@@ -138,7 +144,7 @@ class Pool:
             if now - self.told < MINUTE:
                 return
             self.told = now
-        late = sum(now - at < MINUTE for at in self.late)
+        late = sum(late for *_, late in self._recent())
         run.notice(f"rank {ranks.rank()}: {text}. Answers that ran out of time in the last minute: {late}.")
 
 

@@ -31,7 +31,7 @@ def started():
 def pool(started, monkeypatch):
     """Return the pool as at the start of a run, with comparisons of at most one second."""
     monkeypatch.setattr(worker, "SECONDS", 1.0)
-    started.late.clear()
+    started.slow.clear()
     started.decided.cache_clear()
     started.told = -worker.MINUTE
     return started
@@ -85,6 +85,13 @@ def test_different_endless_answers_get_less_time_each_and_right_ones_still_count
     assert pool.limit() == worker.LEAST and seconds[0] > 0.9
     assert sum(seconds[-3:]) < sum(seconds[:3])
     assert capsys.readouterr().err.count("\n") == 1  # one line a minute
+
+
+def test_answers_that_are_slow_but_not_endless_get_less_time_too(pool, monkeypatch):
+    monkeypatch.setattr(worker.Process, "ask", lambda self, pairs, limit: time.sleep(0.3) or "0")
+    for number in range(15):
+        pool.ask(root(300 + number))
+    assert pool.limit() == worker.LEAST
 
 
 def test_an_answer_that_ran_out_of_a_shortened_time_is_tried_again(pool, monkeypatch):
