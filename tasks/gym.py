@@ -38,8 +38,9 @@ class GymQA(MathQA):
     def score(self, answer: str | None, question: Question) -> tuple[float, dict[str, float]]:
         with contextlib.suppress(Exception, SystemExit):  # some scorers raise on a malformed answer
             paid = answer is not None and self.score_answer(answer, question.info["entry"]) == 1.0
-            evaluated = self.unevaluated or all(equality.evaluated(answer, gold) for gold in question.golds)
-            return float(paid and evaluated), {}
+            if paid and not self.unevaluated:
+                paid = all(equality.evaluated(answer, gold) for gold in question.golds)
+            return float(paid), {}
         return 0.0, {}
 
 

@@ -59,7 +59,7 @@ class Pool:
 
     def __init__(self):
         self.lock, self.slots = threading.Lock(), threading.Semaphore(PROCESSES)
-        self.free, self.all = [], []
+        self.free, self.all, self.registered = [], [], False
         self.slow = collections.deque(maxlen=1000)  # (time, seconds, whether out of time) of slow comparisons
         self.asking, self.since, self.ended, self.told = 0, 0.0, 0.0, -MINUTE
         self.decided = functools.lru_cache(REMEMBERED)(self._decide)
@@ -109,7 +109,8 @@ class Pool:
 
     def _take(self):
         with self.lock:
-            if not self.all:
+            if not self.registered:
+                self.registered = True
                 ending.at_end(self.close)
             while self.free:
                 if (process := self.free.pop()).alive():
