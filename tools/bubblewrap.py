@@ -3,13 +3,12 @@
 import contextlib
 import importlib.metadata
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
 
-from packaging.requirements import Requirement
-
-from common import cache, ranks
+from common import ranks
 from tools.python_inside import DEVICES, UIDS
 
 # What makes questions or holds answers must not be among them: a package with generators of questions prints their golds.
@@ -42,8 +41,8 @@ def packages() -> dict[str, str]:
             package = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        required = map(Requirement, package.requires or [])
-        names += [one.name for one in required if one.marker is None or one.marker.evaluate({"extra": ""})]
+        required = [text for text in package.requires or [] if "extra ==" not in text]
+        names += [re.match(r"[\w.-]+", text)[0] for text in required]
         tops = {file.parts[0] for file in package.files or []} - {"..", "/", "__pycache__"}
         found |= {top: str(package.locate_file(top)) for top in tops}
     return found
@@ -52,7 +51,8 @@ def packages() -> dict[str, str]:
 def hidden() -> list[Path]:
     """Return the folders below /usr that hold packages, or our runs and data: the sandbox has empty ones instead."""
     found = [*Path("/usr").glob("lib*/python3*/*-packages"), *Path("/usr/local").glob("lib*/python3*/*-packages")]
-    ours = (ROOT, cache.cache_dir(), Path(os.environ.get("HF_HOME", "/")))
+    ours = [ROOT, Path(os.environ.get("HOME", "/"), ".cache")]
+    ours += [Path(os.environ[name]) for name in ("TURNWISE_CACHE", "HF_HOME") if os.environ.get(name)]
     found += [place for place in ours if place.is_relative_to("/usr") and place.is_dir()]
     return [place for place in found if not any(other in place.parents for other in found)]
 

