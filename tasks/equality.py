@@ -76,9 +76,10 @@ SIGNS = re.compile(r"[\w\s+\-*/^=<>≤≥≠()\[\]{},.|!&°%π∞∪∩$]*")
 ENDING = re.compile(  # what may be a unit at the end of a formula
     r"\s*\\(?:text|mbox|mathrm)\s*\{\s*([^{}]*?)\s*\}\s*(\^\s*\{?[23]\}?)?$|\s([a-z]{2,})(\^?\{?[23]\}?)?$"
 )
-# What math-verify reads in part, or in one of two ways: plain text, a base (101_2), a root of parentheses, x2, 1/2x, a/bc.
+# What math-verify reads in part, or in one of two ways: commas (forms.py reads lists), 1 000, plain text, a base (101_2), a
+# root of parentheses, x2, 1/2x, a/bc.
 UNCLEAR = re.compile(
-    r"\\(?:text|mbox|mathrm|textbf|mathbf)(?![a-zA-Z])|[\d)}\]]\s*_|\\sqrt\s*\(|(?<![\\a-zA-Z])[a-zA-Z]\d|"
+    r",|(?<![_^\d])\d+\s+\d|\\(?:text|mbox|mathrm|textbf|mathbf)(?![a-zA-Z])|[\d)}\]]\s*_|\\sqrt\s*\(|(?<![\\a-zA-Z])[a-zA-Z]\d|"
     rf"/\s*\d+\s*(?:[a-zA-Z(]|\\(?:pi|[dt]?frac|{FUNCTION}))|/\s*(?!{FUNCTION})[a-zA-Z]\s*[a-zA-Z(]"
 )
 ANGLE = re.compile(r"\\circ|\\degree|°")
