@@ -160,11 +160,13 @@ def search_task(args: "Sampling", whole: bool) -> tuple:
         raise SystemExit(f"--task {args.task or '(none)'}:{close} Give {KINDS}.")
     if args.tools == "off":
         return family, None, *parts
+    probe = next(question.text for part in parts for question in part)
     if args.retriever.startswith("llm:"):
         steps = getattr(args, "steps", 1)  # eval.py has none: the simulator behaves as at the start of training
-        return family, Simulator(args.retriever, args.topk, args.tool_timeout, steps, args.seed), *parts
+        simulator = Simulator(args.retriever, args.topk, args.tool_timeout, steps, args.seed, probe=probe)
+        return family, simulator, *parts
     if args.retriever:
-        return family, Retriever(args.retriever, args.topk, timeout=args.tool_timeout), *parts
+        return family, Retriever(args.retriever, args.topk, timeout=args.tool_timeout, probe=probe), *parts
     try:
         return family, Search(documents, args.topk), *parts
     except (OSError, ValueError) as error:

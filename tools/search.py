@@ -11,7 +11,6 @@ tools/serve.py is such a server (python -m tools.serve --help); in tools/simulat
 
 import codecs
 import hashlib
-import ipaddress
 import json
 import queue
 import re
@@ -30,6 +29,8 @@ from tools import Tool
 
 BATCH = 256  # most queries in a request
 PATIENCE = 120.0  # seconds that a retrieval server may be away before the run ends
+RETRIES = 8  # a server that answers wrongly or late is given up after at most RETRIES * timeout seconds, and a pause
+LONGEST = 2**20  # characters of a title or a text in a server's answer that are read
 REJECTED = 8  # consecutive failed queries before a server that answers its probe is given up
 STARTING = (1.0, 2.0)  # seconds between attempts to reach the server at the start of a run
 LONG = 50_000  # documents above which indexing a corpus shows a progress bar
@@ -194,7 +195,14 @@ class _NoResults(Exception):
 
 
 class _NoServer(_NoResults):
-    """A request that no server answered, so its queries are not the cause."""
+    """A request that no server answered, so its queries are not the cause.
+
+    dropped: something took the connection and closed it. busy: a server did answer, but only that it has no time.
+    """
+
+    def __init__(self, message, advice, dropped=False, busy=False):
+        super().__init__(message, advice)
+        self.dropped, self.present = dropped, dropped or busy
 
 
 class Retriever(Tool):
@@ -208,26 +216,24 @@ class Retriever(Tool):
 
     name = "search"
     keeps_time = True  # a timeout around a call would give it up while it waits for the server to return
-    probed = PROBE  # the query that tests whether the server answers
     expected = RESULTS
     listens = "Search-R1's server listens at /retrieve."
     slow = "Has it loaded its index?"
 
-    def __init__(self, address: str, topk: int, timeout: float, patience: float = PATIENCE):
-        import requests
+    def __init__(self, address: str, topk: int, timeout: float, patience: float = PATIENCE, probe: str = PROBE):
+        """Connect to the server. probe: the query that tests whether it answers; a question that it should know."""
+        from tools import web
 
+        self.web = web  # not at module level: --help works without requests
         self.address, self.topk, self.timeout, self.patience = _whole(address), topk, timeout, patience
         # It reuses connections: the probe and then the sender use one, a simulate.Simulator uses one per caller.
-        self.session = requests.Session()
-        for scheme in ("http://", "https://"):
-            self.session.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=BATCH))
-        if _is_here(urlsplit(self.address).hostname):
-            self.session.trust_env = False  # use no proxy from the environment to reach this machine
+        self.session = web.session_for(self.address, BATCH)
         self.waiting, self.sender, self.lock = queue.SimpleQueue(), None, threading.Lock()
         self.since = None  # time of the first failure since the last successful request
+        self.wrong = None  # time of the first wrong or late answer since a successful request, or since it was away
         self.rejected = []  # times of consecutive failed queries while the probe was answered
         self.warned, self.lost = False, ""  # whether a warning was printed; why the server was given up
-        self.probe()
+        self.probe(probe[:1000])
 
     def __call__(self, query: str, earlier: Sequence[str] = (), question: Question | None = None) -> str:
         """Return the text of the documents for a query. Earlier calls and the question do not matter."""
@@ -241,14 +247,15 @@ class Retriever(Tool):
                 self.sender.start()
         return answer.result()
 
-    def probe(self) -> None:
-        """Send a real query. Raises SystemExit if it fails: a broken tool would teach the policy not to use it."""
+    def probe(self, query: str) -> None:
+        """Send a real query, also later when the server seems to fail. Raises SystemExit if it fails: a broken tool would teach the policy not to use it."""
+        self.probed = self._probed(query)
         for pause in (*STARTING, None):
             try:
                 found = self._request([self.probed])
             except _NoResults as error:
                 if pause is None or not isinstance(error, _NoServer):
-                    sent = _short(json.dumps(self._body([self.probed])))
+                    sent = self.web.clean(json.dumps(self._body([self.probed])))
                     raise SystemExit(
                         f"--retriever {self.address}: sent {sent} and got {error}. {error.advice}"
                     ) from None
@@ -256,7 +263,8 @@ class Retriever(Tool):
             else:
                 break
         if found == [as_text([])] and ranks.rank() == 0:
-            run.notice(f"warning: retriever {self.address} finds nothing for {PROBE!r}: is this the right corpus?")
+            query = self.web.clean(query)
+            run.notice(f"warning: retriever {self.address} finds nothing for {query!r}: is this the right corpus?")
 
     def _send(self):
         while True:
@@ -288,8 +296,7 @@ class Retriever(Tool):
             away = isinstance(error, _NoServer)
             healthy = not away and self._answers()
             if not healthy:
-                # The first failure is silent: an idle connection that the server has closed looks like one.
-                self._wait(error, silent=away and self.since is None)
+                self._wait(error)
             if not away and len(calls) > 1:  # one query may fail them all, or there are too many: send halves
                 half = len(calls) // 2
                 self._serve(calls[:half])
@@ -301,58 +308,63 @@ class Retriever(Tool):
             suspect = suspect or healthy
 
     def _reject(self, answer, error):
-        """Set the error of a query that fails on a healthy server. Raises Lost if all fail for `patience` seconds."""
+        """Set the error of a query that fails on a healthy server. Raises Lost if all fail for too long."""
         self.rejected = rejected = [*self.rejected, time.monotonic()]
-        if len(rejected) >= REJECTED and rejected[-1] - rejected[0] > self.patience:
+        if len(rejected) >= REJECTED and rejected[-1] - rejected[0] > self._limit():
             self.lost = (
                 f"the retriever {self.address} answers its probe, but none of the last {len(rejected)} queries: {error}"
             )
             raise Lost(self.lost)
         answer.set_exception(RuntimeError(f"the retriever has no results for this query: {error}"))
 
+    def _probed(self, probe):
+        return probe
+
     def _body(self, queries):
         return {"queries": queries, "topk": self.topk, "return_scores": True}
 
-    def _texts(self, answer, queries):
-        """Return a text per query from the server's answer. Raises _NoResults, or a built-in error for a bad shape."""
-        found = _listed(answer.json()["result"])
+    def _texts(self, body, queries):
+        """Return a text per query from the body of an answer. Raises _NoResults, or a built-in error for a bad shape."""
+        found = _listed(self.web.parsed(body)["result"])
         if len(found) != len(queries):
             message = f"{len(found)} lists of documents where {len(queries)} were asked for"
-            raise _NoResults(f"{message}: {_short(answer.content)}", f"Expected: {self.expected}.")
+            raise _NoResults(f"{message}: {self.web.clean(body)}", f"Expected: {self.expected}.")
         return [as_text([_document(item) for item in _listed(items)[: self.topk]]) for items in found]
 
     def _request(self, queries):
         """Send one request and return a text for each query. Raises _NoServer or _NoResults."""
-        answer = self._exchange(self.session.post, self.address, json=self._body(queries))
+        body = self._exchange(self.session.post, self.address, json=self._body(queries))
         try:
-            texts = self._texts(answer, queries)
+            texts = self._texts(body, queries)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
-            message = f"an answer of the wrong shape: {_short(answer.content) or '(nothing)'}"
+            message = f"an answer of the wrong shape: {self.web.clean(body) or '(nothing)'}"
             raise _NoResults(message, f"Expected: {self.expected}.") from None
         if self.warned:
             run.notice(f"retriever {self.address}: answers again")
-        self.since, self.warned = None, False
+        self.since, self.wrong, self.warned = None, None, False
         return texts
 
     def _exchange(self, send, address, **options):
-        """Return the answer to send(address, ...), with status 200. Raises _NoServer or _NoResults."""
-        import requests
-
+        """Return the body of the answer to send(address, ...), with status 200. Raises _NoServer or _NoResults."""
+        web = self.web
         try:
-            answer = send(address, timeout=self.timeout, **options)
-        except requests.ReadTimeout:
-            raise _NoResults(
-                f"no answer within {self.timeout:g} s", f"{self.slow} --tool_timeout sets the limit."
-            ) from None
-        except requests.RequestException as error:
-            raise _NoServer(_cause(error), "Start the server first, or check host and port.") from None
-        status = answer.status_code
+            status, body, elsewhere = web.exchange(send, address, self.timeout, **options)
+        except web.Late as error:
+            raise _NoResults(str(error), f"{self.slow} --tool_timeout sets the limit.") from None
+        except web.Wrong as error:
+            raise _NoResults(str(error), "Is this the right address?") from None
+        except web.Absent as error:
+            advice = "Start the server first, or check host and port."
+            raise _NoServer(str(error), advice, error.dropped) from None
         if status in (429, 502, 503, 504):  # overloaded, or a gateway whose server is down
-            raise _NoServer(f"HTTP {status}", "Is the server behind that address running?")
+            raise _NoServer(f"HTTP {status}", "Is the server behind that address running?", busy=status == 429)
+        if elsewhere:
+            advice = f"Redirects are not followed. If you trust {web.clean(elsewhere)}, give that address."
+            raise _NoResults(f"HTTP {status}: a redirect", advice)
         if status != 200:
             advice = f"Is the path right? {self.listens}" if status in (404, 405) else "Its log should show the reason."
-            raise _NoResults(f"HTTP {status}: {_short(answer.content) or '(nothing)'}", advice)
-        return answer
+            raise _NoResults(f"HTTP {status}: {web.clean(body) or '(nothing)'}", advice)
+        return body
 
     def _answers(self):
         """Return whether the server answers the probe."""
@@ -361,25 +373,38 @@ class Retriever(Tool):
         except _NoResults:
             return False
 
-    def _wait(self, error, silent):
-        """Sleep as long as the server has been away, so pauses about double. Raises Lost after `patience` seconds."""
-        now, since = time.monotonic(), self.since
+    def _wait(self, error):
+        """Sleep as long as the server has been away, so pauses about double. Raises Lost when the time is over.
+
+        That is after `patience` seconds, or sooner if the server answers, but wrongly or too late.
+        """
+        now, since, patience = time.monotonic(), self.since, self.patience
+        # The first drop is silent: an idle connection that the server has closed looks like one.
+        away = isinstance(error, _NoServer)
+        silent = away and error.dropped and since is None
         if since is None:
             since = self.since = now
+        if away and not error.present:
+            self.wrong = None
+        else:
+            since = self.wrong = self.wrong or now
+            patience = self._limit()
         past = now - since
-        if past >= self.patience:
+        if past >= patience:
             self.lost = f"the retriever {self.address} has given no results for {past:.0f} s: {error}"
             raise Lost(self.lost)
         if not silent and not self.warned:
             self.warned = True
-            run.notice(f"retriever {self.address}: {error}; trying again for {self.patience:.0f} s")
-        time.sleep(min(max(past, 0.1), 2.0, self.patience - past))
+            run.notice(f"retriever {self.address}: {error}; trying again for {patience:.0f} s")
+        time.sleep(min(max(past, 0.1), 2.0, patience - past))
 
+    def _limit(self):
+        """Return the seconds after which a server that answers wrongly or too late is given up.
 
-def _short(content):
-    """Return the start of a request or an answer, on one line."""
-    text = content[:2000].decode("utf-8", "replace") if isinstance(content, bytes) else content[:2000]
-    return " ".join(text.split())[:200]
+        A try is a request and a probe, and both may take `timeout` seconds. The first and the last add theirs, so at
+        most RETRIES * timeout seconds pass, and a pause.
+        """
+        return min(self.patience, (RETRIES - 4) * self.timeout)
 
 
 def _whole(address, path="/retrieve", given=None, example="http://127.0.0.1:8000/retrieve"):
@@ -395,22 +420,6 @@ def _whole(address, path="/retrieve", given=None, example="http://127.0.0.1:8000
     return parts._replace(path=parts.path if parts.path.strip("/") else path).geturl()
 
 
-def _is_here(host):
-    try:
-        address = ipaddress.ip_address(host)
-        return address.is_loopback or address.is_unspecified
-    except ValueError:
-        return host == "localhost"
-
-
-def _cause(error):
-    """Return the reason of a failed connection: the text of the innermost error of the chain."""
-    while below := error.__cause__ or error.__context__:
-        error = below
-    text = " ".join((getattr(error, "strerror", None) or str(error) or type(error).__name__).split())
-    return text[:1].lower() + text[1:]
-
-
 def _listed(items):
     if not isinstance(items, list):
         raise TypeError
@@ -421,8 +430,11 @@ def _document(item):
     """Return {"title", "text"} of a result, with or without a score, with `text` or with `contents` below the title."""
     document = item.get("document", item)
     if isinstance(document.get("text"), str):
-        return {"title": document.get("title") or "", "text": document["text"]}
-    title, newline, text = document["contents"].partition("\n")
+        title = document.get("title") or ""
+        if not isinstance(title, str | int | float):
+            raise TypeError
+        return {"title": str(title)[:LONGEST], "text": document["text"][:LONGEST]}
+    title, newline, text = document["contents"][:LONGEST].partition("\n")
     if not newline:
         return {"title": "", "text": title}
     title = title.strip()

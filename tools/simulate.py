@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 from common.turns import Question
-from tools.search import PATIENCE, PROBE, Document, Retriever, _NoResults, _short, _whole, as_text
+from tools.search import PATIENCE, PROBE, Document, Retriever, _NoResults, _whole, as_text
 
 NOISE = (0.0, 0.5)  # share of noisy answers at the first step and at the last
 BASE = 4.0  # how late the share rises: towards 1, the rise becomes a straight line
@@ -106,14 +106,14 @@ class Simulator(Retriever):
         seed: int = 0,
         span: tuple[float, float] = NOISE,
         patience: float = PATIENCE,
+        probe: str = PROBE,
     ):
-        """Connect to the server. span: share of noisy answers at the first step and at the last."""
+        """Connect to the server. span: share of noisy answers at the first step and at the last. probe: as Retriever's."""
         url, _, self.model = address.removeprefix("llm:").partition("#")
         base = _whole(url, "/v1", f"llm:{url}", "llm:http://127.0.0.1:8000/v1#model").rstrip("/")
         base = base.removesuffix("/chat/completions")
         self.models, self.step, self.steps, self.seed, self.span = f"{base}/models", 0, steps, seed, span
-        self.probed = (PROBE, 0, None)
-        super().__init__(f"{base}/chat/completions", topk, timeout, patience)
+        super().__init__(f"{base}/chat/completions", topk, timeout, patience, probe)
         # A run resumed with a different model would see different documents.
         self.fingerprint = f"simulated by {self.model}, noise {span[0]:g} to {span[1]:g}"
 
@@ -137,6 +137,9 @@ class Simulator(Retriever):
         self._serve([((query, self.step, question), answer)])
         return answer.result()
 
+    def _probed(self, probe):
+        return probe, 0, None
+
     def _body(self, calls):
         ((query, step, question),) = calls
         noisy, behind = self.noisy(query, step), ""
@@ -153,13 +156,13 @@ class Simulator(Retriever):
             "seed": number("text", self.seed, step, query) >> 32,  # 31 bits, which every server accepts
         }
 
-    def _texts(self, answer, calls):
-        choice = answer.json()["choices"][0]
-        text = choice["message"]["content"] or ""
+    def _texts(self, body, calls):
+        choice = self.web.parsed(body)["choices"][0]
+        text = (choice["message"]["content"] or "")[: 100 * MAX_TOKENS]  # a server may ignore the limit
         documents = written(text, choice.get("finish_reason") == "length")[: self.topk]
         if not documents:
             raise _NoResults(
-                f"no documents but: {_short(text) or '(nothing)'}",
+                f"no documents but: {self.web.clean(text) or '(nothing)'}",
                 f"Expected: lines such as 'Doc 1 (Title: ...) ...' within {MAX_TOKENS} tokens. Try another model.",
             )
         return [as_text(documents)]
@@ -176,9 +179,9 @@ class Simulator(Retriever):
 
     def _only_model(self):
         """Return the name of the server's only model. Raises _NoServer or _NoResults."""
-        answer = self._exchange(self.session.get, self.models)
+        body = self._exchange(self.session.get, self.models)
         try:
-            names = [str(model["id"]) for model in answer.json()["data"]]
+            names = [self.web.clean(str(model["id"])) for model in self.web.parsed(body)["data"]]
         except (ValueError, KeyError, TypeError, RecursionError):
             names = []
         if len(names) != 1:
