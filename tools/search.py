@@ -17,6 +17,7 @@ import re
 import shutil
 import threading
 import time
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -34,6 +35,14 @@ LONGEST = 2**20  # characters of a title or a text in a server's answer that are
 REJECTED = 8  # consecutive failed queries before a server that answers its probe is given up
 STARTING = (1.0, 2.0)  # seconds between attempts to reach the server at the start of a run
 LONG = 50_000  # documents above which indexing a corpus shows a progress bar
+TOKENS = 2  # version of the rules for BM25's tokens, TOKEN and plain(): an index by other rules is not used
+# Scripts whose signs are tokens: Chinese, Japanese, Korean, Thai, Lao, Burmese, Khmer.
+SIGN = (
+    "[\u0e01-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u2fdf\u3005-\u3007\u3021-\u3029\u3040-\u30ff\u3400-\u4dbf"
+    "\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff]"
+)
+# Or one of the names C++, C#, F# ..., or a word, in Indic scripts with its vowel signs.
+TOKEN = rf"(?u){SIGN}|(?<!\w)[a-z](?:\+\+|#)(?!\w)|(?:(?!{SIGN})[\w\u0900-\u0dff])+"
 PROBE = "Which town is the home of the person?"
 RESULTS = (
     '{"result": [[{"document": {"id": ..., "contents": "title\\ntext"}, "score": ...}, ...], ...]}, one list per query'
@@ -112,11 +121,24 @@ def read_document(line: bytes) -> Document:
     return document
 
 
+def plain(text: str) -> str:
+    """Return a text as BM25 compares it: without case, marks on letters, and compatible forms of a sign.
+
+    Initials become one word, and the letter after an apostrophe is left out: "Z\u00fcrich's U.S. firm" is
+    "zurich us firm".
+    """
+    if not text.isascii():
+        text = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
+        text = unicodedata.normalize("NFC", re.sub("[\u0300-\u036f]", "", text))
+    text = re.sub(r"(?<=\w)['\u2019][a-z]\b", "", text.lower())
+    return re.sub(r"\b(?:[a-z]\.){2,}", lambda found: found[0].replace(".", "") + " ", text)
+
+
 def fingerprint(documents: Iterable[Document]) -> str:
-    """Return a hash of the documents and of the version of bm25s."""
+    """Return a hash of the documents, of the version of bm25s and of the rules for tokens."""
     import bm25s
 
-    content = hashlib.sha256(bm25s.__version__.encode())
+    content = hashlib.sha256(f"{bm25s.__version__}, tokens {TOKENS}".encode())
     for document in documents:  # one by one: a single text would need as much memory as the corpus
         content.update(json.dumps(document).encode())
     return content.hexdigest()[:16]
@@ -154,12 +176,33 @@ class Search(Tool):
                 built.save(temporary)
                 temporary.rename(index)  # atomic: an interrupted build leaves no index
         self.index = bm25s.BM25.load(index, mmap=True)
+        if ranks.rank() == 0:
+            self._warn()
         self.index.backend = backend
 
     def _tokenize(self, texts, show_progress=False):
         # Threads must not share a stemmer; creating one takes microseconds.
         stemmer = self.new_stemmer("english")
-        return self.bm25s.tokenize(texts, stopwords="en", stemmer=stemmer, show_progress=show_progress)
+        texts = [plain(text) for text in texts]
+        options = dict(stopwords="en", stemmer=stemmer, show_progress=show_progress)
+        return self.bm25s.tokenize(texts, token_pattern=TOKEN, **options)
+
+    def _warn(self):
+        """Print a warning if the corpus is in a script or a form in which little may be found."""
+        count = len(self.documents)
+        sample = [self.documents[i] for i in range(0, count, max(1, count // (8 if count <= LONG else 2)))][:8]
+        signs = "".join(plain(f"{d['title']} {d['text'][:1000]}") for d in sample)
+        letters = re.findall(r"[^\W\d_]", signs)
+        foreign = [c for c in letters if c > "\u024f" and not re.match(SIGN, c)]
+        if len(foreign) * 2 > len(letters):
+            run.notice(
+                "warning: most letters of the corpus are not Latin: search knows stems and common words of English "
+                "only, so a word is found in the same form. --retriever takes another search engine."
+            )
+        titled = [d for d in sample if d["title"].strip()]
+        lost = [d for d, found in zip(titled, self.find_all([d["title"] for d in titled], 10)) if not found]
+        if lost and len(lost) * 2 >= len(titled):
+            run.notice(f"warning: search finds nothing for a title of the corpus, such as {lost[0]['title'][:80]!r}")
 
     def find_all(self, queries: list[str], topk: int) -> list[list[tuple[Document, float]]]:
         """Return at most topk (document, score) per query, the best first; none for a query without a known word."""

@@ -129,7 +129,7 @@ def _numpy():
 def _version():
     import bm25s
 
-    return bm25s.__version__
+    return f"{bm25s.__version__}, tokens {search.TOKENS}"
 
 
 # ---- embeddings

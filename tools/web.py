@@ -22,7 +22,7 @@ import requests
 from requests.adapters import HTTPAdapter
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
-from urllib3.exceptions import HTTPError
+from urllib3.exceptions import HTTPError, InvalidHeader
 
 LIMIT = 16 * 2**20  # most bytes of an answer's body, after its compression is undone
 VALUES = 400_000  # most values in an answer: as Python objects, small ones take many times their bytes
@@ -143,7 +143,9 @@ def exchange(send: Callable, address: str, seconds: float, **options) -> tuple[i
         cause = _innermost(error)
         reason = clean(getattr(cause, "strerror", None) or str(cause) or type(cause).__name__)
         reason = reason[:1].lower() + reason[1:]
-        unsent = isinstance(error, requests.RequestException) and isinstance(error, ValueError)  # such as a bad URL
+        # Such as a bad URL. urllib3 has an InvalidHeader of an answer, which requests raises as one of a request.
+        unsent = isinstance(error, requests.RequestException) and isinstance(error, ValueError)
+        unsent = unsent and not isinstance(cause, InvalidHeader)
         if answer is None and (unsent or isinstance(cause, OSError)):
             raise Absent(reason, dropped=isinstance(cause, (ConnectionResetError, BrokenPipeError))) from None
         raise Wrong(f"an answer that breaks off or is not HTTP ({reason})") from None

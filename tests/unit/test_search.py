@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tools.search import Search, read_corpus
+from tools.search import Search, plain, read_corpus
 
 ADA = {"id": "1", "title": "Ada", "text": "is tall"}
 
@@ -72,3 +72,86 @@ def test_a_document_is_one_line_for_the_agent():
         {"id": "2", "title": "", "text": "Ada"},
     ]
     assert Search(documents, 2)("Ada Cole") == "Doc 1 (Title: Ada Cole) tall and old ?\nDoc 2 (Title: ) Ada"
+
+
+PAGES = [
+    {"id": str(i), "title": title, "text": text}
+    for i, (title, text) in enumerate(
+        [
+            ("東京", "東京は日本の首都である。"),
+            ("大阪", "大阪は日本の都市である。"),
+            ("北京", "北京是中华人民共和国的首都。"),
+            ("서울", "서울은 대한민국의 수도이다."),
+            ("กรุงเทพ", "กรุงเทพเป็นเมืองหลวง"),
+            ("C++", "A language by Bjarne."),
+            ("C#", "A language of Microsoft."),
+            ("R", "A language for figures."),
+            ("U.S. Army", "Soldiers."),
+            ("Zürich", "A town."),
+            ("Łódź", "A town too."),
+            ("Афины", "Город в Греции."),
+            ("Αθήνα", "Πόλη."),
+            ("हिन्दी", "एक भाषा"),
+            ("World War 2", "A war."),
+            ("ＦＵＬＬ ｗｉｄｔｈ", "Letters."),
+            ("ﬁsh", "An animal."),
+            ("plan B", "Another plan."),
+        ]
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def pages():
+    return Search(PAGES, 3)
+
+
+@pytest.mark.parametrize(
+    "query, title",
+    [
+        *((page["title"], page["title"]) for page in PAGES),
+        ("日本の首都はどこですか", "東京"),
+        ("中华人民共和国的首都是哪里？", "北京"),
+        ("대한민국의 수도", "서울"),
+        ("Who made c++?", "C++"),
+        ("What is R?", "R"),
+        ("US army", "U.S. Army"),
+        ("u.s.", "U.S. Army"),
+        ("zu\u0308rich", "Zürich"),
+        ("ZURICH", "Zürich"),
+        ("Łodz", "Łódź"),
+        ("ΑΘΗΝΑ", "Αθήνα"),
+        ("афины", "Афины"),
+        ("full width", "ＦＵＬＬ ｗｉｄｔｈ"),
+        ("fish", "ﬁsh"),
+        ("which is war 2", "World War 2"),
+    ],
+)
+def test_a_query_of_any_script_finds_its_page(pages, query, title):
+    assert pages.find(query)[0]["title"] == title
+
+
+def test_spellings_of_one_text_fall_together():
+    assert plain("Zu\u0308rich's U.S. firm") == plain("ZÜRICH\u2019s u.s. FIRM") == "zurich us  firm"
+    assert plain("don't R&D e.g. 3.14 Ada's.") == "don r&d eg  3.14 ada."
+
+
+@pytest.mark.parametrize(
+    "text, warning",
+    [("Ada is tall", ""), ("東京は日本", ""), ("Город в Греции", "not Latin"), ("مدينة في العراق", "not Latin")],
+)
+def test_a_corpus_of_another_script_is_announced(capsys, text, warning):
+    Search([{"id": "1", "title": text, "text": text}], 1)
+    err = capsys.readouterr().err
+    assert warning in err and bool(err) == bool(warning)
+
+
+def test_titles_that_are_not_found_are_announced(capsys):
+    Search([{"id": "1", "title": "The", "text": "A word"}, {"id": "2", "title": "!?", "text": "signs"}], 1)
+    assert "finds nothing for a title of the corpus, such as 'The'" in capsys.readouterr().err
+
+
+def test_the_index_depends_on_the_rules_for_tokens(monkeypatch):
+    before = Search([ADA], 1).fingerprint
+    monkeypatch.setattr("tools.search.TOKENS", 0)
+    assert Search([ADA], 1).fingerprint != before
