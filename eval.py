@@ -25,7 +25,7 @@ from typing import Literal
 from common import ranks, run
 from common.args import Sampling, parse_args
 from tasks import benchmarks
-from view import tables
+from view import show, tables
 
 OWN = ("adapter", "limit", "out", "gpu_memory", "resume")  # never taken from the adapter's run
 
@@ -132,9 +132,11 @@ def main(args: Args) -> None:
         if ranks.rank() == 0:
             lines = [line for of_system in items.values() for _, more in of_system for line in more]
             text = tables.write(folders[name], benchmarks.result(args, name, questions, items), lines)
-            print(f"\n{text}\nFigures per question and trajectories: {folders[name]}/", flush=True)
+            with show.until_closed():
+                print(f"\n{text}\nFigures per question and trajectories: {folders[name]}/", flush=True)
     if ranks.rank() == 0 and len(todo) > 1:
-        print(f"\n{tables.overview(run.directory(args), folders)}", flush=True)
+        with show.until_closed():
+            print(f"\n{tables.overview(run.directory(args), folders)}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 from common.turns import Question
-from tasks.scores import normal_form
+from tasks.scores import normal_form, visible
 
 TEST = 500  # test questions of a file, for eval.py
 
@@ -30,11 +30,11 @@ def read_question(line: bytes, number: int, normal: Callable[[str], str] = norma
         if key not in item:
             raise ValueError(f"{key} is missing; it has {', '.join(item) or 'nothing'}")
     text, golds, name = item["question"], item["answers"], item.get("id")
-    if not isinstance(text, str) or not text.strip():
+    if not isinstance(text, str) or not visible(text):
         raise ValueError("question must be a non-empty string")
-    if not isinstance(golds, list) or not golds or not all(isinstance(gold, str) and gold.strip() for gold in golds):
+    if not isinstance(golds, list) or not golds or not all(isinstance(gold, str) and visible(gold) for gold in golds):
         raise ValueError("answers must be a non-empty list of non-empty strings")
-    if not any(map(normal, golds)):  # a single alias may be empty, such as "the"
+    if not any(visible(normal(gold)) for gold in golds):  # a single alias may be empty, such as "the"
         raise ValueError("every answer is empty after normalisation")
     if any("\ud800" <= c <= "\udfff" for c in "".join((text, *golds))):
         raise ValueError("question and answers must be valid Unicode, without lone surrogates")

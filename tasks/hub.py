@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from common import cache, ranks, run
 from common.turns import Question
 from tasks import equality
-from tasks.scores import normal_form
+from tasks.scores import normal_form, visible
 
 if TYPE_CHECKING:
     import datasets
@@ -133,6 +133,7 @@ def table(name: str, source: Source, split: str) -> "datasets.Dataset":
         datasets.disable_progress_bars()
     where = place(source)
     path, arguments = source.path, {"name": source.config}
+    datasets.config.HF_HUB_OFFLINE |= "HF_HUB_OFFLINE" in os.environ
     if folder := os.environ.get("TURNWISE_DATA"):
         path, arguments = local(name, source, split, Path(folder))
     try:
@@ -257,10 +258,10 @@ def read_questions(source: Source, split: str, rows: "datasets.Dataset") -> list
     questions, seen = [], Counter()
     for batch in rows.select_columns(columns).iter(BATCH):
         for question in map(source.read, batch.to_pylist()):
-            if question is None or not question.text.strip():
+            if question is None or not visible(question.text):
                 continue
-            golds = list(dict.fromkeys(gold.strip() for gold in question.golds if gold.strip()))
-            if source.kind != "code" and not any(map(usable, golds)):
+            golds = list(dict.fromkeys(gold.strip() for gold in question.golds if visible(gold)))
+            if source.kind != "code" and not any(visible(usable(gold)) for gold in golds):
                 continue
             name = f"{split}-{question.id or digest(question.text)[:16]}"
             seen[name] += 1
@@ -278,7 +279,7 @@ def documents_of(source: Source, tables: "list[datasets.Dataset]") -> list[dict]
         for batch in rows.select_columns([column]).iter(BATCH):
             for cell in batch.column(column).to_pylist():
                 for title, text in paragraphs(cell or {}):
-                    title, text = (" ".join((part or "").split()) for part in (title, text))
+                    title, text = (" ".join(part.split()) for part in (title, text))
                     if title or text:
                         unique[title, text] = None
     return [{"id": str(i), "title": title, "text": text} for i, (title, text) in enumerate(unique)]
@@ -286,12 +287,13 @@ def documents_of(source: Source, tables: "list[datasets.Dataset]") -> list[dict]
 
 def sentences(cell: dict) -> list[tuple[str, str]]:
     """Return [(title, text)] of a cell {"title": [...], "sentences": [[...], ...]}."""
-    return [(title, " ".join(text)) for title, text in zip(cell.get("title", ()), cell.get("sentences", ()))]
+    pairs = zip(cell.get("title") or (), cell.get("sentences") or ())
+    return [(title or "", " ".join(sentence for sentence in text or () if sentence)) for title, text in pairs]
 
 
 def paragraphs(cell: Iterable[dict]) -> list[tuple[str, str]]:
     """Return [(title, text)] of a cell [{"title", "paragraph_text"}, ...]."""
-    return [(item["title"], item["paragraph_text"]) for item in cell]
+    return [(item["title"] or "", item["paragraph_text"] or "") for item in cell if item]
 
 
 def make_question(identity: str | float | None, text: str | None, *golds: str | float | None, **info) -> Question:
@@ -312,7 +314,7 @@ def olympiad(row: dict) -> Question:
     """Return the Question of a row of OlympiadBench. Several values become one gold, alternatives one gold each."""
     golds = row["final_answer"] or []
     if row["is_multiple_answer"] and len(golds) > 1:
-        golds = [", ".join(gold.strip().strip("$") for gold in golds)]
+        golds = [None if None in golds else ", ".join(gold.strip().strip("$") for gold in golds)]
     text = "\n".join(part.strip() for part in (row["context"], row["question"]) if part and part.strip())
     return make_question(row["id"], text, *golds)
 

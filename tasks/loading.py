@@ -4,9 +4,13 @@ import functools
 import heapq
 import importlib.metadata
 import importlib.util
+import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from common import models
 from common.turns import Question
@@ -46,6 +50,7 @@ def load(args: "Sampling", use: str = "train") -> Task:
     use: "train", "eval", or "all", with which all questions of a file become `test`. Raises SystemExit for missing or
     malformed data, before any model is loaded.
     """
+    try_once(args)
     make = task_maker(args)
     refuse_unlearned(args, make is not search_task)
     source = hub.SOURCES.get(args.task)
@@ -65,6 +70,21 @@ def load(args: "Sampling", use: str = "train") -> Task:
     check_lengths(task, args)
     refuse_generous(task, args.task)
     return task
+
+
+def try_once(args: "Sampling") -> None:
+    """Look for the hub once if it is needed. Out of reach, its library uses the cache: it would retry for a minute."""
+    here = Path(args.model).is_dir() or args.model in models.EMBEDDED
+    if (here and (args.task not in hub.SOURCES or "TURNWISE_DATA" in os.environ)) or getproxies():
+        return
+    from huggingface_hub import constants
+
+    place = urlsplit(constants.ENDPOINT)
+    try:
+        if not constants.HF_HUB_OFFLINE:
+            socket.create_connection((place.hostname, place.port or {"http": 80}.get(place.scheme, 443)), 3.0).close()
+    except OSError:
+        constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"] = True, "1"  # also for processes of the engine
 
 
 def task_maker(args: "Sampling") -> Callable:

@@ -61,6 +61,11 @@ def dropped(c: str) -> bool:
     return c in string.punctuation or (unicodedata.category(c)[0] == "P" and c not in "‰‱")
 
 
+def visible(text: str) -> bool:
+    """Return whether a text has a sign to read: zero-width spaces, fillers and marks alone are none."""
+    return any(unicodedata.category(c)[0] in "LNPS" and c not in "\u115f\u1160\u2800\u3164\uffa0" for c in text)
+
+
 def exact_match(answer: str | None, golds: list[str], form: Callable[[str], str] = normal_form) -> float:
     """Return 1.0 if the answer equals one of the golds in normal form, else 0.0. An empty answer is never right."""
     answer = form(answer or "")

@@ -81,8 +81,8 @@ def scan(path: str | Path) -> Iterator[tuple[int, Document]]:
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
             place, start = start, start + len(line)
-            if number == 1 and line.startswith(codecs.BOM_UTF8):
-                place, line = len(codecs.BOM_UTF8), line.removeprefix(codecs.BOM_UTF8)
+            if line.startswith(codecs.BOM_UTF8):  # in the middle too: files of several editors put together
+                place, line = place + len(codecs.BOM_UTF8), line.removeprefix(codecs.BOM_UTF8)
             if not line.strip():
                 continue
             try:

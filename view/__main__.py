@@ -47,16 +47,14 @@ def look(argv: list[str] | None = None) -> None:
     if flags:
         parser.error(f"unknown arguments: {' '.join(flags)}")
     if args.command == "report":
-        print(report.write(args.folder, args.out or args.folder / "report.html"))
+        page = report.write(args.folder, args.out or args.folder / "report.html")
+        with show.until_closed():
+            print(page)
         return
     if args.count < 1:
         parser.error("--count must be at least 1")
-    try:
+    with show.until_closed():
         show.show(args.folder, args.step, args.kind, args.which, args.count)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader, such as `head`, has closed the pipe: Python must not flush to it again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 
 from common import models, ranks, run
 from common.args import Shared
+from view import show
 from view.estimate import CARDS, CONTEXT, GIB, Plan, Sizes, kv_bytes, make, remedy, sizes
 
 OLDEST = (7, 5)  # compute capability: CUDA 13 has no code for older cards
@@ -121,7 +122,8 @@ def fit(args, task):
     """
     run.RESOLVED.clear()  # of an earlier run in this process
     if getattr(args, "dry_run", False):
-        dry_run(args, task)
+        with show.until_closed():
+            dry_run(args, task)
         raise SystemExit(0)
     if torch.cuda.is_available():
         return fit_gpu(args, this_gpu())

@@ -55,24 +55,26 @@ def write(folder: str | Path, path: str | Path) -> str:
 
 
 def summary(folder: str | Path, tokenizer) -> None:
-    """Print the table, the path of the curve, and the tutorial trajectory with its tokens (rank 0)."""
+    """Write report.html and curve.png, and print the table and the tutorial trajectory with its tokens (rank 0)."""
     folder = Path(folder)
     metrics = list(show.stream(folder / "metrics.jsonl"))
     evals = [line for line in metrics if line["eval/em"] is not None]
     first, last = evals[0], evals[-1]
-    print(f"\nHeld-out questions, greedy        before   after step {last['step']}")
-    for name, key in show.TABLE:
-        if first[key] is not None:  # math tasks have no F1
-            print(f"  {name:<30}{first[key]:8.3f}{last[key]:8.3f}")
-    print(f"\nLearning curve: {show.curve(metrics, folder / 'curve.png')}")
+    picture, page = show.curve(metrics, folder / "curve.png"), write(folder, folder / "report.html")
     chosen = show.tutorial(show.stream(folder / "samples.jsonl"))
-    if chosen:
-        print(f"\nOne trajectory of step {chosen['step']}:")
-        print(show.describe(chosen, tokenizer, **show.terminal()))
-    print(f"\nReport, one HTML page: {write(folder, folder / 'report.html')}")
-    print(f"More trajectories: {command('show', folder, '--worst')}")
-    print(f"Metrics, samples and adapter: {folder}/")
-    sys.stdout.flush()
+    with show.until_closed():  # by the reader of a pipe
+        print(f"\nHeld-out questions, greedy        before   after step {last['step']}")
+        for name, key in show.TABLE:
+            if first[key] is not None:  # math tasks have no F1
+                print(f"  {name:<30}{first[key]:8.3f}{last[key]:8.3f}")
+        print(f"\nLearning curve: {picture}")
+        if chosen:
+            print(f"\nOne trajectory of step {chosen['step']}:")
+            print(show.describe(chosen, tokenizer, **show.terminal()))
+        print(f"\nReport, one HTML page: {page}")
+        print(f"More trajectories: {command('show', folder, '--worst')}")
+        print(f"Metrics, samples and adapter: {folder}/")
+        sys.stdout.flush()
 
 
 def command(*words: str | Path) -> str:

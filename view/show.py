@@ -6,6 +6,7 @@
 Imports neither torch nor vllm, and can read a run in progress.
 """
 
+import contextlib
 import heapq
 import itertools
 import json
@@ -25,6 +26,17 @@ from tools.search import documents_in
 TABLE = (("exact match", "eval/em"), ("F1", "eval/f1"), ("turns", "eval/turns"), ("tool calls", "eval/tool_calls"))
 # Terminal colours, as indices into the user's palette: they suit dark and light screens.
 BOLD, DIM, GREY, GREEN, RED = "1", "2", "90", "32", "31"
+
+
+@contextlib.contextmanager
+def until_closed() -> Iterator[None]:
+    """Print in the block until the reader of the pipe, such as `head`, closes it: that ends the block in silence."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python must not flush to the pipe again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 # ---- reading

@@ -1,7 +1,7 @@
 """A server that answers in every wrong way: python tests/helpers/hostile_server.py [--port 8000]
 
 POST /KIND, or /KIND/v1/chat/completions for a simulator, gets the answer of that kind. /later-KIND answers the probe
-well and every request after it in that kind; each client uses a path of its own: /later-KIND/1. It prints its port.
+well and every request after it in that kind; it counts the requests to each path. It prints its port.
 """
 
 import argparse

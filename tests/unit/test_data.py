@@ -91,6 +91,33 @@ def test_a_set_loads_from_files_of_its_real_schema(folder, name, capsys):
         assert bool(q.golds) == (kind != "code")
 
 
+def with_nulls(value):
+    """Yield copies of a cell with one null in each place, at each depth."""
+    yield None
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from (value | {key: other} for other in with_nulls(inner))
+    if isinstance(value, list):
+        for place, inner in enumerate(value):
+            yield from ([*value[:place], other, *value[place + 1 :]] for other in with_nulls(inner))
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_a_null_in_any_cell_leaves_out_a_row_or_a_paragraph_and_no_more(name):
+    source, rows = hub.SOURCES[name], hub_rows.SETS[name][3][hub.SOURCES[name].test]
+    tried = 0
+    for row in rows[:2]:
+        for column in source.columns:
+            for cell in with_nulls(row[column]):
+                tried += 1
+                question = source.read({key: row[key] for key in source.columns} | {column: cell})
+                assert question is None or all(isinstance(gold, str) for gold in question.golds)
+                if source.paragraphs and column == source.paragraphs[0]:
+                    found = source.paragraphs[1](cell or {})
+                    assert all(isinstance(part, str) for pair in found for part in pair)
+    assert tried >= len(source.columns)
+
+
 @pytest.mark.parametrize(
     "name, text, golds",
     [
@@ -468,3 +495,24 @@ def test_a_gated_set_is_refused_with_the_way_to_it_and_an_unknown_one_with_its_p
     assert "hf auth login" in gpqa and "hf auth login" in svamp
     for text, page in ((svamp, "ChilleD/SVAMP"), (gsm8k, "openai/gsm8k")):
         assert f"https://huggingface.co/datasets/{page} has moved" in text and "licence" not in text
+
+
+@pytest.mark.parametrize("model, task", [("Qwen/nonexistent", "tiny_search"), ("tiny", "gsm8k")])
+def test_a_hub_out_of_reach_is_tried_once(tmp_path, model, task):
+    code = (
+        "import sys; from types import SimpleNamespace; from common import models; from tasks import hub, loading\n"
+        "loading.try_once(SimpleNamespace(model=sys.argv[1], task=sys.argv[2]))\n"
+        "models.load_tokenizer(sys.argv[1]) if '/' in sys.argv[1] else hub.load(sys.argv[2], 1, False)"
+    )
+    gone = {name: "" for name in os.environ if name.lower().endswith("_proxy")}
+    env = os.environ | gone | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    env.pop("TURNWISE_DATA", None)
+    done = subprocess.run(
+        [sys.executable, "-c", code, model, task],
+        env=env,
+        cwd=hub_rows.__file__[: -len("tests/helpers/hub_rows.py")],
+        text=True,
+        capture_output=True,
+    )
+    assert done.returncode == 1 and done.stderr.count("\n") <= 2 and "Retry" not in done.stderr, done.stderr
+    assert "hub" in done.stderr and (f"--model {model}: " if "/" in model else f"--task {task}: ") in done.stderr

@@ -20,7 +20,7 @@ def test_a_corpus_may_have_blank_lines_other_types_and_extra_keys(tmp_path):
         b"\xef\xbb\xbf" + json.dumps(ADA).encode() + b"\r",  # as Windows editors write it
         b"  ",
         {"id": 2, "title": None, "text": "\u2028 é", "more": []},
-        {"id": "3", "title": 1984, "text": ""},
+        b"\xef\xbb\xbf" + json.dumps({"id": "3", "title": 1984, "text": ""}).encode(),  # two files put together
     )
     assert read_corpus(path) == [
         ADA,

@@ -258,6 +258,12 @@ GOOD = {"question": "Who?", "answers": ["Bo"]}
         ([GOOD | {"answers": []}], "line 1: answers must be"),
         ([GOOD | {"answers": ["Bo", " "]}], "line 1: answers must be"),
         ([GOOD | {"answers": ["the", "+"]}], "line 1: every answer is empty after normalisation"),
+        *(
+            ([GOOD | {"answers": ["Bo", f"{sign} "]}], "line 1: answers must be")
+            for sign in "\u200b\u200d\ufeff\u2060\u00ad\u200e\u3164\u2800\ufe0f\u034f\u0000"
+        ),
+        ([GOOD | {"answers": ["the \u200b"]}], "line 1: every answer is empty after normalisation"),
+        ([GOOD | {"question": "\u200b"}], "line 1: question must be"),
         ([GOOD | {"answers": "Bo"}], "line 1: answers must be"),
         ([GOOD | {"answers": [7]}], "line 1: answers must be"),
         (['{"question": "Who? \\ud83d", "answers": ["Bo"]}\n'], "line 1: .* valid Unicode"),
@@ -338,8 +344,8 @@ def test_a_retriever_replaces_a_corpus(files, make_args, monkeypatch):
     class Server(Tool):
         name, keeps_time = "search", True
 
-        def __init__(self, address, topk, timeout):
-            self.given = address, topk, timeout
+        def __init__(self, address, topk, timeout, probe):
+            self.given, self.probe = (address, topk, timeout), probe
 
         def __call__(self, query, earlier=(), question=None):
             return f"found {query}"
