@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from common import cache
+from common import cache, run
 from tools import search
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ SETTINGS = "TURNWISE_SERVE"  # environment variable that passes the arguments to
 LENGTH = 256  # most tokens of a query or passage that are embedded
 BATCH = 256  # passages embedded at a time
 BAR = 50 * 2**20  # bytes of a corpus above which reading it shows a progress bar
+QUERIES, FOUND = 10_000, 100_000  # most queries and documents of a request
 E5 = re.compile(r"(?<![a-z])e5(?![a-z0-9])")  # in a model's name; e5-mistral pools differently and is refused
 
 
@@ -269,11 +270,14 @@ def application(index: search.Search | Dense, args: Args) -> "FastAPI":
     from pydantic import BaseModel, Field
 
     class Request(BaseModel):
-        queries: list[str]
+        queries: list[str] = Field(max_length=QUERIES)
         topk: int | None = Field(None, ge=1)
         return_scores: bool = False
 
+    from tools import limits  # not at module level: --help works without uvicorn
+
     app = FastAPI(title="Turnwise retrieval")
+    app.add_middleware(limits.Limits)
     kind = f"dense: {args.dense}" if args.dense else "bm25"
 
     def answer(content, status=200):
@@ -291,7 +295,11 @@ def application(index: search.Search | Dense, args: Args) -> "FastAPI":
 
     @app.post("/retrieve")
     def retrieve(request: Request):  # not async: it runs in one of 40 threads while /health answers
-        found = index.find_all(request.queries, request.topk or args.topk)
+        topk = min(request.topk or args.topk, len(index.documents))
+        if len(request.queries) * topk > FOUND:
+            detail = f"topk: {len(request.queries)} queries of {topk} documents are more than {FOUND} documents"
+            return answer({"detail": detail}, 422)
+        found = index.find_all(request.queries, topk)
         plain = [[({"id": d["id"], "contents": search.contents(d)}, score) for d, score in hits] for hits in found]
         if request.return_scores:
             return answer({"result": [[{"document": d, "score": score} for d, score in hits] for hits in plain]})
@@ -364,14 +372,22 @@ def main(argv: list[str] | None = None) -> None:
     import uvicorn
 
     bound = listen(args)
+    if args.backend == "numba":
+        run.notice("opening the index and compiling the search, which may take a minute (--backend numba)")
     app = ready(args)  # also with workers: errors are reported once, and workers find the index built
     serving = f"serving {args.corpus} ({args.dense or 'bm25'}) at http://{args.host}:{args.port}/retrieve"
-    quiet = dict(log_level="warning", access_log=False)
+    quiet = dict(log_level="warning", access_log=False, http="tools.limits:Impatient")
     if args.workers == 1:
-        print(serving, flush=True)
+
+        class Server(uvicorn.Server):
+            async def startup(self, sockets=None):
+                await super().startup(sockets)
+                print(serving, flush=True)
+
         with contextlib.suppress(KeyboardInterrupt):
-            uvicorn.Server(uvicorn.Config(app, **quiet)).run(sockets=[bound])
+            Server(uvicorn.Config(app, **quiet)).run(sockets=[bound])
         return
+    run.notice(f"the index is ready: starting {args.workers} workers, each of which opens it again")
     del app
     bound.close()
     os.environ[SETTINGS] = json.dumps(asdict(args))

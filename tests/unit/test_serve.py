@@ -5,6 +5,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ import pytest
 import requests
 from test_retriever import DOCUMENTS, WORDS, ask, free_port, number
 
-from tools import serve
+from tools import limits, serve
 from tools.search import Retriever, Search, contents, read_corpus
 
 pytestmark = pytest.mark.slow
@@ -47,7 +48,9 @@ def serving(index, args):
     import uvicorn
 
     place = serve.listen(args)
-    server = uvicorn.Server(uvicorn.Config(serve.application(index, args), log_level="warning", access_log=False))
+    server = uvicorn.Server(
+        uvicorn.Config(serve.application(index, args), log_level="warning", access_log=False, http=limits.Impatient)
+    )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [place]}, daemon=True)
     thread.start()
     address = f"http://127.0.0.1:{place.getsockname()[1]}"
@@ -181,6 +184,35 @@ def test_a_bad_request_gets_an_explanation(server, body, words):
     assert requests.post(f"{server}/other", json={}, timeout=30).status_code == 404
 
 
+@pytest.mark.parametrize(
+    "begin",
+    [
+        b"",
+        b"POST /ret",
+        b"POST /retrieve HTTP/1.1\r\nHost: x\r\n",
+        b"POST /retrieve HTTP/1.1\r\nContent-Length: 9\r\n\r\n{",
+    ],
+)
+def test_half_a_request_is_held_for_a_limited_time(server, monkeypatch, begin):
+    monkeypatch.setattr(limits, "SECONDS", 0.5)
+    with socket.create_connection(("127.0.0.1", int(server.rpartition(":")[2])), 20) as half:
+        half.sendall(begin)
+        answer = b"".join(iter(lambda: half.recv(4096), b""))
+    assert (b" 408 " in answer) == (b"Length" in begin) == bool(answer)
+    assert post(server, queries=["Ada"]).status_code == 200
+
+
+def test_a_request_is_limited_in_size(server, monkeypatch):
+    for queries, more, status, detail in (
+        (["x" * 2**24], {}, 413, "the body has more than 16777216 bytes"),
+        (["Ada"] * 10_001, {}, 422, "queries: List should have at most 10000 items"),
+        (["Ada"] * 2000, {"topk": 10**9}, 422, "topk: 2000 queries of 69 documents are more than 100000 documents"),
+        (["word7"] * 2560, {}, 200, ""),
+    ):
+        answer = post(server, queries=queries, **more)
+        assert answer.status_code == status and detail in answer.json().get("detail", "")
+
+
 def test_numba_finds_the_same_scores(corpus, local):
     other = Search(corpus, 3, backend="numba")
     queries = ["It is not", *WORDS[:8], "Ada", "number", "", "zzz"]  # the first has stop words only
@@ -311,8 +343,9 @@ def test_a_server_that_is_killed_and_started_again_is_waited_for(corpus, workers
     until_free(port)
 
 
-def test_workers_answer_as_soon_as_serving_is_printed(corpus):
-    process, address = start("--corpus", str(corpus), "--workers", "2", stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_workers_answer_as_soon_as_serving_is_printed(corpus, workers):
+    process, address = start("--corpus", str(corpus), "--workers", workers, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline() == f"serving {corpus} (bm25) at {address}/retrieve\n"
         assert requests.get(f"{address}/health", timeout=10).json()["documents"] == len(DOCUMENTS) + 1
