@@ -408,3 +408,11 @@ def test_the_page_of_a_small_run_in_a_browser(folder, case):
     assert shown.count("<svg") == (case != "no metrics") and shown.count('<details class="sample"') == (
         case != "no samples"
     )
+
+
+def test_a_reader_that_closes_the_pipe_ends_the_output_in_silence():
+    code = (
+        "from view import show\nwith show.until_closed():\n    for i in range(100000): print('a long line')\nprint('b')"
+    )
+    done = subprocess.run(f'{sys.executable} -c "{code}" | head -1', shell=True, text=True, capture_output=True)
+    assert (done.stdout, done.stderr) == ("a long line\n", "")
