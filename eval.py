@@ -1,6 +1,6 @@
 """Evaluate a base model and an adapter side by side: the same questions, prompts, seeds and budgets, in the same engine.
 
-    python eval.py --adapter out/RUN/adapter                   # model, task and budgets as in that run; base and adapter
+    python eval.py --adapter out/RUN                           # model, task and budgets as in that run; base and adapter
     python eval.py --adapter out/RUN/adapter --samples 16      # pass@1, 2, 4, 8 and 16 too; any script runs under torchrun
     python eval.py --model Qwen2.5-3B --task hotpotqa,2wiki,musique --out out/three        # benchmarks, one after the other
     python eval.py --resume --out out/three                    # those that are not finished yet
@@ -16,18 +16,17 @@ Several benchmarks get a folder each, and benchmarks.md beside them.
 
 import contextlib
 import dataclasses
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from common import ranks, run
-from common.args import Sampling, parse_args
+from common.args import UNSAFE, Sampling, parse_args, read
 from tasks import benchmarks
 from view import show, tables
 
-OWN = ("adapter", "limit", "out", "gpu_memory", "resume")  # never taken from the adapter's run
+OWN = ("adapter", "limit", "out", "gpu_memory", "resume", *UNSAFE)  # never taken from the adapter's run
 
 
 @dataclass
@@ -35,7 +34,7 @@ class Args(Sampling):
     """The flags that only evaluation has, and those of common/args.py that have another meaning here."""
 
     adapter: str = ""
-    """LoRA adapter to evaluate; where it lies in a run directory, what is not given here is as in that run"""
+    """LoRA adapter to evaluate, or a run directory (its newest); what is not given here is as in that run"""
     systems: Literal["both", "base", "adapter"] = "both"
     """what to evaluate (without --adapter: the base)"""
     task: str = "hotpotqa"
@@ -71,10 +70,18 @@ def run_of(adapter: str) -> tuple[str, dict]:
     here = Path(adapter).absolute()
     for path in (here, here.resolve()):
         for folder in (path, *path.parents)[:4]:
-            if (folder / "args.json").exists():
+            if (taken := read(folder, Args)) is not None:
                 inside = [part for part in path.relative_to(folder).parts if part not in ("adapter", "checkpoints")]
-                return "-".join((folder.name, *inside)), json.loads((folder / "args.json").read_text())
+                return "-".join((folder.name, *inside)), taken
     return here.name, {}
+
+
+def adapter_in(folder: Path) -> Path:
+    """Return the newest adapter in a run directory. Raises SystemExit if there is none."""
+    if last := run.last_checkpoint(folder):
+        link = folder / "adapter"
+        return link if link.resolve() == (last / "adapter").resolve() else last / "adapter"
+    raise SystemExit(f"--adapter {folder}: this run has no checkpoint yet, and so no adapter.")
 
 
 def parse(argv: list[str] | None = None) -> Args:
@@ -83,11 +90,14 @@ def parse(argv: list[str] | None = None) -> Args:
 
     argv = sys.argv[1:] if argv is None else argv
     given = tyro.cli(Args, args=argv, use_underscores=True, description=__doc__.partition("\n")[0])
+    if ((folder := Path(given.adapter)) / "args.json").exists():  # a run directory
+        argv = [*argv, f"--adapter={adapter_in(folder)}"]
+        given = tyro.cli(Args, args=argv, use_underscores=True)
     name, taken = run_of(given.adapter) if given.adapter else ("", {})
     task = tyro.cli(Args, args=argv, use_underscores=True, default=Args(task=taken.get("task", ""))).task
     # The run's corpus belongs to the run's questions: other questions or another corpus replace it.
     replaced = ("corpus", "retriever") if given.corpus or given.retriever or task != taken.get("task") else ()
-    dropped = "".join(f"; not --{k} {taken[k]}" for k in replaced if taken.get(k))
+    dropped = "".join(f"; not --{k} {taken[k]}" for k in (*replaced, *UNSAFE) if taken.get(k) and not getattr(given, k))
     shared = [f.name for f in dataclasses.fields(Args) if f.name not in (*OWN, *replaced)]
     taken = {k: taken[k] for k in shared if k in taken}
     of_paper = benchmarks.DECODING[given.decoding]

@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args, get_type_hints
 
 from common import models, run
 from common.models import EMBEDDED
@@ -153,6 +153,8 @@ MAY_CHANGE = (
     *("micro_tokens", "grad_checkpoint", "sleep", "gpu_memory", "wandb", "tensorboard", "dry_run"),
 )
 
+UNSAFE = ("unsafe_python",)  # flags that no folder turns on: they must be given at each start
+
 
 def parse_args(Args: type[Flags], argv: list[str] | None = None) -> Flags:
     """Parse flags. Defaults are the embedded model's preset or the resumed run. Raises SystemExit for bad values."""
@@ -180,7 +182,12 @@ def parse_args(Args: type[Flags], argv: list[str] | None = None) -> Flags:
     if getattr(args, "resume", False):
         folder = run.directory(args)
         begun = begun_with(Args, folder)
-        args = tyro.cli(Args, default=dataclasses.replace(begun, out=str(folder)), **options)
+        anew = dict.fromkeys(fields & set(UNSAFE), False)
+        args = tyro.cli(Args, default=dataclasses.replace(begun, out=str(folder), **anew), **options)
+        if unsaid := [name for name in anew if getattr(begun, name) and not getattr(args, name)]:
+            raise SystemExit(
+                f"--resume: {folder} was started with --{' --'.join(unsaid)}. Give it again to allow that."
+            )
         changed = [
             f"--{name} {getattr(begun, name)!r} -> {value!r}"
             for name, value in vars(args).items()
@@ -199,14 +206,36 @@ def begun_with(Args: type[Flags], folder: Path) -> Flags:
             f"--resume: {folder} was begun by an older version, whose checkpoints this one cannot continue. Check out the commit "
             "in its environment.json, or start again with another --out."
         )
+    if (begun := read(folder, Args)) is None:
+        raise SystemExit(f"--resume: no run in {folder}. Start it without --resume, or correct --out.")
+    if unknown := sorted(set(begun) - {f.name for f in dataclasses.fields(Args)}):
+        names = f"--{' --'.join(unknown)}"[:200]
+        raise SystemExit(f"--resume: {folder}: another script or version: it has {names!r}.".replace("'", ""))
+    return Args(**begun)
+
+
+def read(folder: Path, Args: type[Flags]) -> dict | None:
+    """Return the flags in a run directory's args.json, or None without one. Raises SystemExit if it is malformed."""
+    path, kinds = folder / "args.json", get_type_hints(Args)
     try:
-        begun = json.loads((folder / "args.json").read_text())
-        return Args(**begun)
-    except (OSError, ValueError):
-        raise SystemExit(f"--resume: no run in {folder}. Start it without --resume, or correct --out.") from None
-    except TypeError:
-        unknown = sorted(set(begun) - {f.name for f in dataclasses.fields(Args)})
-        raise SystemExit(f"--resume: {folder}: another script or version: it has --{' --'.join(unknown)}.") from None
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it holds no object")
+        if wrong := [name for name in found if name in kinds and not fits(found[name], kinds[name])]:
+            raise ValueError(f"no value for --{' --'.join(wrong)}")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        reason = str(getattr(error, "strerror", None) or error)[:200]
+        raise SystemExit(f"{path} cannot be used ({reason}). Repair it, or start again with another --out.") from None
+    return found
+
+
+def fits(value: object, kind: type) -> bool:
+    """Return whether a value of args.json can be that of a flag: someone else may have made the folder."""
+    if kind in (int, float):
+        return type(value) in (int, kind) and abs(value) < 2**53
+    return value in options if (options := get_args(kind)) else type(value) is kind and str(value).isprintable()
 
 
 def check(args: Sampling) -> None:

@@ -1,7 +1,8 @@
 """Checkpoints: all that a run needs to resume as if it had never stopped.
 
 checkpoints/step-N/ holds adapter/ (a normal PEFT adapter) and state.pt (optimizer, random states of every rank, the
-position in the data, sizes of metrics.jsonl and samples.jsonl, best evaluation); it gets that name when complete.
+position in the data, sizes of metrics.jsonl and samples.jsonl, best evaluation) and sha256, the hashes of these files;
+it gets that name when complete.
 adapter and adapter-best link to the last and the best adapter. The learning rate is constant: no schedule is saved.
 """
 
@@ -92,8 +93,10 @@ class Saver:
         buffer = io.BytesIO()  # torch.save to a file does not raise OSError when the disk is full
         torch.save(state, buffer)
         (unfinished / "state.pt").write_bytes(buffer.getbuffer())
+        (unfinished / "sha256").write_text(run.sums(unfinished))
         for path in (*self.folder.parent.glob("*.jsonl"), *unfinished.rglob("*"), unfinished):
             flush(path)
+        shutil.rmtree(target, ignore_errors=True)  # half removed, and no checkpoint any more
         unfinished.rename(target)
         flush(self.folder)
         self.written = step
@@ -101,7 +104,7 @@ class Saver:
     def _tidy(self, best):
         """Point the links at the last and the best checkpoint; remove unfinished ones and those beyond --keep."""
         shutil.rmtree(self.folder / "unfinished", ignore_errors=True)
-        paths = sorted(self.folder.glob("step-*"), key=run.step_of)
+        paths = run.checkpoints(self.folder.parent)
         best = self.folder / f"step-{best[1]}" if best else paths[-1]
         for name, path in (("adapter", paths[-1]), ("adapter-best", best)):
             link, temporary = self.folder.parent / name, self.folder.parent / f".{name}"
@@ -115,19 +118,37 @@ class Saver:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _restore(self, path):
-        state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
-        if state.get("data") != self.task.fingerprint:
-            raise SystemExit("--resume: questions, corpus or Python (kind, --tool_timeout) are not those of the run.")
-        self.done = self.written = state["step"]
-        self.best, self.random = state["best"], state["random"]
-        self.task.position = state["questions"]
-        self.policy.optimizer.load_state_dict(state["optimizer"])
-        self.log.restore(state["log"], self.done)
+        try:
+            state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+            if state["data"] != self.task.fingerprint:
+                raise SystemExit(
+                    "--resume: questions, corpus or Python (kind, --tool_timeout) are not those of the run."
+                )
+            self.done, self.best, self.random = state["step"], state["best"], list(state["random"])
+            if self.done != run.step_of(path) or not 0 <= state["questions"] < 2**53:
+                raise ValueError("another step than in its name, or no position in the data")
+            if self.best is not None:
+                self.best = float(self.best[0]), int(self.best[1])
+            self.task.position = int(state["questions"])
+            self.policy.optimizer.load_state_dict(state["optimizer"])
+            if ranks.rank() < len(self.random):
+                set_random_states(self.random[ranks.rank()])  # `steps` sets them again: here their shape is tested
+            self.log.restore(state["log"], self.done)
+        except Exception as error:  # whoever wrote the file decides which
+            reason = " ".join(str(error).split())[:150] or type(error).__name__
+            raise SystemExit(
+                f"--resume: {path / 'state.pt'} is not a state of this program ({type(error).__name__}: {reason}). "
+                f"Move {path} away to resume from an earlier checkpoint."
+            ) from None
+        self.written = self.done
         if ranks.rank() == 0:
             if len(self.random) != ranks.world_size():
                 run.notice(f"{ranks.world_size()} ranks instead of {len(self.random)}: same samples, other rounding")
             if self.done >= self.args.steps:
                 run.notice(f"all {self.done} steps are done: continue with a larger --steps")
+            for torn in (p for p in run.checkpoints(self.folder.parent) if run.step_of(p) > self.done):
+                shutil.rmtree(aside := torn.with_name(f"torn-{torn.name}"), ignore_errors=True)
+                torn.rename(aside)  # its name is needed again
             self._tidy(self.best)
 
     def rescue(self) -> str | None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from common.batch import Batch
 
+FILES = ("metrics.jsonl", "samples.jsonl")  # those that a checkpoint can cut off
 STOPS = ("answer", "max_turns", "length", "context", "invalid")
 METRICS = (
     *("step", "questions", "reward/mean", "reward/std", "reward/all_right", "reward/all_wrong"),
@@ -93,18 +94,17 @@ class Log:
 
     def state(self) -> dict:
         """Return the log's part of a checkpoint: the file sizes."""
-        paths = (self.folder / name for name in ("metrics.jsonl", "samples.jsonl"))
+        paths = (self.folder / name for name in FILES)
         return {"sizes": {path.name: path.stat().st_size for path in paths if path.exists()}}
 
     def restore(self, state: dict, step: int) -> None:
         """Resume after `step`: cut off later lines, so that the files have every step once."""
-        if ranks.rank() > 0:
-            return
-        for name, size in state["sizes"].items():
-            path = self.folder / name
-            if not path.exists() or path.stat().st_size < size:
+        sizes = {self.folder / name: state["sizes"].get(name, 0) for name in FILES} if ranks.rank() == 0 else {}
+        for path, size in sizes.items():
+            if not 0 <= size <= (path.stat().st_size if path.is_file() else 0):
                 raise SystemExit(f"--resume: {path} is shorter than when step {step} was saved: it has lost lines.")
-            os.truncate(path, size)
+        for path in filter(Path.is_file, sizes):
+            os.truncate(path, sizes[path])
 
     def mean(self, key: str, value: float | None, weight: float = 1.0) -> None:
         total, count = self.sums.get(key, (0.0, 0.0))

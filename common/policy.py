@@ -222,6 +222,8 @@ class Policy:
     def save_adapter(self, path: Path, state: dict[str, Tensor] | None = None) -> None:
         """Write a normal PEFT adapter: the current one, or an earlier adapter_state()."""
         self.model.save_pretrained(path, state_dict=state, save_embedding_layers=False)
+        mode = (Path(path) / "adapter_config.json").stat().st_mode  # safetensors ignores the umask: 0600
+        (Path(path) / "adapter_model.safetensors").chmod(mode & 0o777)
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:

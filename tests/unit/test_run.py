@@ -17,7 +17,7 @@ import pytest
 import random_groups
 
 import train_grpo
-from common import ending, run
+from common import ending, machine, run
 from common.args import parse_args
 from common.log import METRICS, Log
 from common.turns import Turn, sample
@@ -421,7 +421,7 @@ def test_non_finite_numbers_are_null_and_the_line_is_valid_json(log, tmp_path):
 
 def test_without_git_the_commit_is_null(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    assert run.environment()["commit"] is None
+    assert machine.environment(ROOT, {})["commit"] is None
 
 
 def test_the_tutorial_trajectory_is_right_in_a_group_that_also_failed():

@@ -1,0 +1,229 @@
+"""Run directories that someone else made, or a fault damaged: one sentence each, and nothing outside is touched."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import eval as evaluation
+import train_grpo
+from common import run
+from common.args import parse_args
+
+ROOT = Path(__file__).resolve().parents[2]
+DEEP = "[" * 100_000
+
+
+def listing(folder):
+    """Return {path: (mode, content)} of everything in a folder."""
+    return {
+        str(p): (p.lstat().st_mode, hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else None)
+        for p in sorted(folder.rglob("*"))
+    }
+
+
+@pytest.fixture
+def sibling(tmp_path):
+    """Return a folder beside the run that must not change."""
+    folder = tmp_path / "sibling"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "thesis.tex").write_text("ten years of work\n")
+    (folder / "inner" / "state.pt").write_text("")
+    before = listing(folder)
+    yield folder
+    assert listing(folder) == before
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """Return a run directory with two whole checkpoints."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    args = train_grpo.Args(model="tiny", task="tiny_search", steps=9)
+    (folder / "args.json").write_text(json.dumps(dataclasses.asdict(args)))
+    (folder / "lock").touch()
+    for step in (2, 4):
+        add_checkpoint(folder, step)
+    return folder
+
+
+def add_checkpoint(folder, step):
+    path = folder / "checkpoints" / f"step-{step}"
+    (path / "adapter").mkdir(parents=True)
+    (path / "adapter" / "adapter_config.json").write_text("{}")
+    (path / "adapter" / "adapter_model.safetensors").write_text(f"weights {step}")
+    (path / "state.pt").write_text(f"state {step}")
+    (path / "sha256").write_text(run.sums(path))
+
+
+def refused(*words, args=train_grpo.Args):
+    with pytest.raises(SystemExit) as stopped:
+        parse_args(args, [str(word) for word in words])
+    text = str(stopped.value)
+    assert "\n" not in text and 10 < len(text) < 500, text
+    return text
+
+
+# ---- args.json
+
+SHAPES = {
+    "a list": "[]",
+    "a number": "3",
+    "null": "null",
+    "empty": "",
+    "cut": '{"model": "ti',
+    "deep": DEEP,
+    "not UTF-8": b"\xff\xfe{}",
+    "a number of 5,000 digits": '{"steps": ' + "9" * 5000 + "}",
+}
+VALUES = {
+    "steps": ["12", 1.5, True, None, [], {}, 10**300],
+    "lr": ["1e-5", float("nan"), float("inf"), True, None, [1]],
+    "model": [3, None, ["tiny"], "ti\0ny", "ti\nny", "\ud800"],
+    "tensorboard": [1, "yes", None],
+    "average": ["other", 1, ["token"], None],
+    "corpus": [{"a": 1}, 0],
+    "temperature": [10**300, "hot"],
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_argument_file_of_another_shape_is_one_sentence(begun, sibling, shape):
+    text = SHAPES[shape]
+    (begun / "args.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert "args.json cannot be used" in refused("--out", begun, "--resume")
+    with pytest.raises(SystemExit, match=r"args.json cannot be used"):
+        evaluation.parse(["--adapter", str(begun)])
+
+
+@pytest.mark.parametrize("name, value", [(name, value) for name, values in VALUES.items() for value in values])
+def test_a_value_of_another_kind_is_one_sentence_that_names_its_flag(begun, name, value):
+    given = json.loads((begun / "args.json").read_text()) | {name: value}
+    (begun / "args.json").write_text(json.dumps(given))
+    assert f"no value for --{name}" in refused("--out", begun, "--resume")
+
+
+def test_an_argument_file_that_cannot_be_read_is_not_called_missing(begun):
+    (begun / "args.json").unlink()
+    (begun / "args.json").mkdir()
+    assert "Is a directory" in refused("--out", begun, "--resume")
+    (begun / "args.json").rmdir()
+    assert "no run in" in refused("--out", begun, "--resume")
+
+
+def test_a_folder_turns_no_sandbox_off(begun, capsys):
+    given = json.loads((begun / "args.json").read_text()) | {"unsafe_python": True, "task": "tiny_math"}
+    (begun / "args.json").write_text(json.dumps(given))
+    assert "started with --unsafe_python. Give it again" in refused("--out", begun, "--resume")
+    assert parse_args(train_grpo.Args, ["--out", str(begun), "--resume", "--unsafe_python"]).unsafe_python
+    assert not evaluation.parse(["--adapter", str(begun)]).unsafe_python
+    assert "not --unsafe_python True" in capsys.readouterr().err
+    assert evaluation.parse(["--adapter", str(begun), "--unsafe_python"]).unsafe_python
+
+
+# ---- checkpoints
+
+
+@pytest.mark.parametrize("name", ["state.pt", "adapter/adapter_model.safetensors", "sha256"])
+@pytest.mark.parametrize("fault", ["cut", "missing", "a folder"])
+def test_the_newest_whole_checkpoint_is_taken_and_the_torn_one_is_named(begun, sibling, capsys, name, fault):
+    path = begun / "checkpoints" / "step-4" / name
+    content = path.read_bytes()
+    path.unlink()
+    if fault == "cut":
+        path.write_bytes(content[:3])
+    elif fault == "a folder":
+        path.mkdir()
+    if fault == "missing" and name == "sha256":  # as earlier versions wrote it
+        assert run.last_checkpoint(begun).name == "step-4"
+        return
+    assert run.last_checkpoint(begun).name == "step-2"
+    if (name, fault) != ("state.pt", "missing"):  # without it, it never was a checkpoint
+        assert "step-2 is used, and left out: step-4 (" in capsys.readouterr().err
+
+
+def test_a_run_without_a_whole_checkpoint_is_not_begun_again(begun):
+    for step in (2, 4):
+        (begun / "checkpoints" / f"step-{step}" / "state.pt").write_text("torn")
+    (begun / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(SystemExit, match="has no whole checkpoint: step-4 .*; step-2 "):
+        run.last_checkpoint(begun)
+    assert (begun / "metrics.jsonl").read_text() == "{}\n"
+
+
+def test_folders_with_other_names_are_no_checkpoints(begun):
+    for name in ("step-", "step-x", "step--7", "step-1e9", "step-9.5", "step-9 "):
+        (begun / "checkpoints" / name).mkdir()
+        (begun / "checkpoints" / name / "state.pt").touch()
+    assert run.last_checkpoint(begun).name == "step-4"
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "args.json.new", "checkpoints", "common", "lock", "train_grpo.py", "adapter/x", "pipe"]
+)
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_link_out_of_the_folder_is_refused_before_anything_is_written(tmp_path, sibling, name, resume):
+    folder = tmp_path / "made"
+    (folder / name).parent.mkdir(parents=True)
+    if not (folder / "lock").exists() and name != "lock":
+        (folder / "lock").touch()
+    if name == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).symlink_to(sibling / ("inner" if name in ("checkpoints", "common") else "thesis.tex"))
+    wrong = run.claim(train_grpo.Args(resume=resume), folder)
+    assert "leads out of the run directory or is no plain file" in wrong and "\n" not in wrong
+
+
+def test_a_folder_reached_through_a_link_is_a_run_directory(tmp_path, begun):
+    (begun / "adapter").symlink_to("checkpoints/step-4/adapter")
+    (tmp_path / "link").symlink_to(begun)
+    assert run.claim(train_grpo.Args(resume=True), tmp_path / "link") is None
+    run.CLAIMS.pop().close()
+
+
+# ---- refusals come before torch
+
+
+@pytest.mark.parametrize(
+    "words, code, said",
+    [
+        ([], 1, "exists, and nothing is overwritten: continue it with --resume"),
+        (["--resume", "--steps", "4"], 0, "all 4 steps are done"),
+    ],
+)
+def test_a_taken_and_a_complete_run_are_answered_before_torch_is_imported(begun, words, code, said):
+    (begun / "adapter").symlink_to("checkpoints/step-4/adapter")
+    program = (
+        "import runpy, sys, atexit, os\n"
+        f"sys.argv = ['train_grpo.py', '--model', 'tiny', '--out', {str(begun)!r}, *{words!r}]\n"
+        "real = os._exit\n"
+        "os._exit = lambda code: (print('HEAVY', {'torch', 'vllm'} & set(sys.modules), flush=True), real(code))\n"
+        "runpy.run_path('train_grpo.py', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "HEAVY set()" in done.stdout) == (code, True), done.stdout + done.stderr
+    assert said in done.stderr and "Traceback" not in done.stderr
+
+
+# ---- eval.py takes the run directory
+
+
+def test_a_run_directory_is_evaluated_by_its_newest_adapter(begun, capsys):
+    add_checkpoint(begun, 11)
+    (begun / "adapter").symlink_to("checkpoints/step-11/adapter")
+    args = evaluation.parse(["--adapter", str(begun)])
+    assert args.adapter == str(begun / "adapter") and args.task == "tiny_search" and args.out.endswith("-run")
+    (begun / "checkpoints" / "step-11" / "state.pt").write_text("torn")
+    assert evaluation.parse(["--adapter", str(begun)]).adapter == str(begun / "checkpoints" / "step-4" / "adapter")
+
+
+def test_a_run_directory_without_a_checkpoint_has_no_adapter(tmp_path):
+    (tmp_path / "args.json").write_text("{}")
+    with pytest.raises(SystemExit, match="this run has no checkpoint yet"):
+        evaluation.parse(["--adapter", str(tmp_path)])
