@@ -38,18 +38,24 @@ def write(folder: str | Path, path: str | Path) -> str:
         "name": folder.resolve().name,
         "changed": time.strftime("%Y-%m-%d %H:%M", time.localtime(changed)),
         "step": max([line["step"] for line in lines] + [block["step"] for block in blocks], default=0),
-        "steps": args.get("steps"),
+        "steps": args["steps"] if show.is_step(args.get("steps")) else None,
         "seconds": [line["time/step"] for line in lines if line.get("time/step")],
         "table": table(lines),
         "curves": curves(lines),
         "blocks": blocks,
         "left_out": left_out,
         "args": arguments(folder, args),
-        "environments": [(file.name, flat(as_json(file))) for file in sorted(folder.glob("environment*.json"))],
+        "environments": [(file.name, flat(as_json(file))[:2000]) for file in sorted(folder.glob("environment*.json"))],
     }
     page = Path(__file__).with_name("report.html").read_text(encoding="utf-8").replace("__DATA__", encode(data), 1)
     page = page.encode("utf-8", "replace")  # half a surrogate pair, which UTF-8 cannot encode, becomes "?"
-    path.write_bytes(page)
+    temporary = path.with_name(f"{path.name}.new")
+    try:
+        temporary.unlink(missing_ok=True)
+        temporary.write_bytes(page)
+        temporary.replace(path)  # a link of that name is replaced: what it leads to is not touched
+    except OSError as error:
+        raise SystemExit(f"{path} cannot be written ({error.strerror}). Give another --out.") from None
     shown, size = (sum(block[key] for block in blocks) for key in ("shown", "size"))
     return f"{path}: {len(page) / 1e6:.1f} MB, {shown} of the {size} samples"
 
@@ -58,14 +64,14 @@ def summary(folder: str | Path, tokenizer) -> None:
     """Write report.html and curve.png, and print the table and the tutorial trajectory with its tokens (rank 0)."""
     folder = Path(folder)
     metrics = list(show.stream(folder / "metrics.jsonl"))
-    evals = [line for line in metrics if line["eval/em"] is not None]
+    evals = [line for line in metrics if line.get("eval/em") is not None] or [{"step": 0}]
     first, last = evals[0], evals[-1]
     picture, page = show.curve(metrics, folder / "curve.png"), write(folder, folder / "report.html")
     chosen = show.tutorial(show.stream(folder / "samples.jsonl"))
     with show.until_closed():  # by the reader of a pipe
         print(f"\nHeld-out questions, greedy        before   after step {last['step']}")
         for name, key in show.TABLE:
-            if first[key] is not None:  # math tasks have no F1
+            if first.get(key) is not None and last.get(key) is not None:  # math tasks have no F1
                 print(f"  {name:<30}{first[key]:8.3f}{last[key]:8.3f}")
         print(f"\nLearning curve: {picture}")
         if chosen:
@@ -88,19 +94,32 @@ def command(*words: str | Path) -> str:
 
 
 def as_json(file: Path) -> dict:
-    """Return the object in a JSON file, or {} if the file is missing or incomplete."""
+    """Return the object in a JSON file, or {} if the file is missing, incomplete or holds something else."""
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+        found = json.loads(file.read_text(encoding="utf-8"), parse_constant=str) if file.is_file() else {}
+    except (OSError, ValueError, RecursionError):
+        found = {}
+    return found if isinstance(found, dict) else {}
 
 
 def flat(nested: dict, prefix: str = "") -> list[tuple]:
     """Return (name, value) pairs of a nested object; an inner name follows its outer names, separated by dots."""
     pairs = []
     for name, value in nested.items():
-        pairs += flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(prefix + name, value)]
+        inner = isinstance(value, dict) and prefix.count(".") < 8  # of a file that someone else made: no deeper
+        pairs += flat(value, f"{prefix}{name}.") if inner else [(prefix + name, plain(value))]
     return pairs
+
+
+def plain(value: object) -> object:
+    """Return a value of a settings file as the page shows it: scalars and lists of scalars, texts not too long."""
+    if isinstance(value, list) and all(item is None or isinstance(item, (str, int, float)) for item in value):
+        return [plain(item) for item in value[:200]]
+    if isinstance(value, str):
+        return shorten(value, CUTS[0])
+    if value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < 10**300):
+        return value if value == value and abs(value or 0) != float("inf") else str(value)
+    return "..."
 
 
 # ---- metrics
@@ -154,15 +173,19 @@ def arguments(folder: Path, args: dict) -> list[tuple]:
 
     If they are not found there, they are None and "".
     """
-    known = {}
+    known, args = {}, {name: plain(value) for name, value in args.items()}
     # The script comes last: its defaults override the shared ones.
     for file in filter(Path.is_file, (folder / "common" / "args.py", *folder.glob("*.py"))):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        try:
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+            continue  # no code of ours
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and node.name in ("Sampling", "Shared", "Args"):
                 for item, after in zip(node.body, [*node.body[1:], None]):
                     if isinstance(item, ast.AnnAssign) and isinstance(item.value, ast.Constant):
-                        text = after.value.value if isinstance(after, ast.Expr) else ""
-                        known[item.target.id] = item.value.value, text
+                        text = getattr(after.value, "value", "") if isinstance(after, ast.Expr) else ""
+                        known[ast.unparse(item.target)] = plain(item.value.value), text if isinstance(text, str) else ""
     return [(name, value, *known.get(name, (None, ""))) for name, value in args.items()]
 
 

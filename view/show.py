@@ -10,13 +10,14 @@ import contextlib
 import heapq
 import itertools
 import json
+import math
 import os
 import re
 import shutil
 import statistics
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,24 +43,84 @@ def until_closed() -> Iterator[None]:
 # ---- reading
 
 
-def lines(path: Path) -> Iterator[tuple[int, dict]]:
-    """Yield (offset, object) of each line of a JSONL file, except an incomplete last line of a run in progress."""
-    offset = 0
+def lines(path: Path, wanted: Callable[[dict], bool] | None = None) -> Iterator[tuple[int, dict]]:
+    """Yield (offset, object) of each line of a JSONL file that is an object of the wanted shape.
+
+    An incomplete last line, of a run in progress, is left out. So are malformed lines: their number is printed.
+    """
+    offset, malformed = 0, []
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
             try:
                 item = json.loads(raw, parse_constant=lambda _: None)  # NaN is not valid JSON
-            except ValueError:
+                if not isinstance(item, dict) or (wanted and not wanted(item)):
+                    raise ValueError
+            except (ValueError, RecursionError):
                 if raw.endswith(b"\n"):
-                    print(f"warning: {path}, line {number}: not JSON, skipped", file=sys.stderr)
+                    malformed.append(number)
             else:
                 yield offset, item
             offset += len(raw)
+    if malformed:
+        which = f"line {malformed[0]}" + (f" and {len(malformed) - 1} more" if malformed[1:] else "")
+        print(f"warning: {path}: {which}: malformed, left out", file=sys.stderr)
 
 
 def stream(path: Path) -> Iterator[dict]:
-    """Return an iterator over the objects of a JSONL file: samples.jsonl may be larger than memory."""
-    return (item for _, item in lines(path))
+    """Return an iterator over the samples or metrics of a JSONL file: samples.jsonl may be larger than memory."""
+    return (item for _, item in lines(path, is_metrics if Path(path).name == "metrics.jsonl" else is_sample))
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value is a number that a float holds exactly enough to draw."""
+    return isinstance(value, (int, float)) and abs(value) < 1e100
+
+
+def is_step(value: object) -> bool:
+    """Return whether a value is a count."""
+    return type(value) is int and 0 <= value < 2**53
+
+
+def is_info(value: object) -> bool:
+    """Return whether a value is None or an object of plain values, or of lists of them."""
+    plain = lambda v: v is None or isinstance(v, str) or is_number(v)  # noqa: E731
+    inner = (v for item in value.values() for v in (item if isinstance(item, list) else [item])) if value else ()
+    return value is None or (isinstance(value, dict) and all(map(plain, inner)))
+
+
+def is_metrics(item: dict) -> bool:
+    """Return whether an object is a line of metrics.jsonl: a step, and numbers or nulls."""
+    return is_step(item.get("step")) and all(v is None or is_number(v) for v in item.values())
+
+
+def is_sample(item: dict) -> bool:
+    """Return whether an object is a line of samples.jsonl, as common/log.py writes it."""
+    has = lambda where, kind, *keys: all(isinstance(where.get(key), kind) for key in keys)  # noqa: E731
+    text = (str, type(None))
+    return (
+        has(item, str, "kind", "question", "stop")
+        and is_step(item.get("step"))
+        and is_step(item.get("sample"))
+        and is_step(item.get("forked", 0))
+        and is_number(item.get("outcome"))
+        and has(item, text, "answer")
+        and has(item, dict, "info")
+        and is_info(item["info"])
+        and is_number(item["info"].get("f1", 0))
+        and has(item, list, "golds", "turns")
+        and all(isinstance(gold, str) for gold in item["golds"])
+        and all(isinstance(turn, dict) for turn in item["turns"])
+        and all(
+            has(turn, str, "text", "tool_output")
+            and has(turn, text, "tool", "tool_input", "tool_status")
+            and is_step(turn.get("tokens"))
+            and is_step(turn.get("observation_tokens"))
+            and (turn.get("info") is None or isinstance(turn["info"], dict))
+            and is_info(turn.get("info"))
+            and all(map(is_number, each(turn.get("advantage"))))
+            for turn in item["turns"]
+        )
+    )
 
 
 @dataclass
@@ -75,7 +136,7 @@ class Compared:
 def index(path: Path) -> dict[tuple[int, str], list[Compared]]:
     """Return {(step, kind): groups} of a samples.jsonl, in the order of the file. It holds offsets, not texts."""
     blocks, before = {}, None
-    for offset, sample in lines(path):
+    for offset, sample in lines(path, is_sample):
         group = sample["step"], sample["kind"], sample["question"]
         # Samples of a group are consecutive. If a question was drawn twice, the sample number drops.
         if before is None or group != before[0] or sample["sample"] <= before[1]:
@@ -150,7 +211,7 @@ def tutorial(samples: Iterable[dict]) -> dict | None:
     trained = (s for s in samples if s["kind"] == "train" and s["turns"])
 
     def teaches(s):
-        signal = any(any(each(t["advantage"])) for t in s["turns"])
+        signal = any(any(each(t.get("advantage"))) for t in s["turns"])
         calls = sum(t["tool_status"] == "ok" for t in s["turns"])
         return signal, s["outcome"], min(calls, 2), s["step"]
 
@@ -197,12 +258,19 @@ def rows(sample: dict, tokenizer) -> Iterator[tuple[str, str, str]]:
     yield "  ", f"answer: {sample['answer']}   outcome {sample['outcome']:g}{f1}   stop: {sample['stop']}", BOLD
 
 
+def wrap(line: str, width: int) -> list[str]:
+    """Return a line in parts of at most `width` characters."""
+    # Of pieces: the time that textwrap takes for a long word grows with the square of its length.
+    pieces = re.findall(r".{1,4000}(?:\s|$)|.{1,4000}", line)
+    return [part for piece in pieces for part in textwrap.wrap(piece, width, replace_whitespace=False)]
+
+
 def describe(sample: dict, tokenizer=None, colour: bool = False, width: int | None = None) -> str:
     """Return a sample as text, turn by turn; with a tokenizer there is a bar between the sampled tokens."""
     out = []
     for indent, text, code in rows(sample, tokenizer):
         for line in visible(text).split("\n"):
-            parts = width and textwrap.wrap(line, max(width - len(indent), 20), replace_whitespace=False) or [line]
+            parts = width and wrap(line, max(width - len(indent), 20)) or [line]
             out += [f"{indent}\x1b[{code}m{part}\x1b[0m" if colour and code else indent + part for part in parts]
     return "\n".join(out)
 
@@ -229,8 +297,8 @@ def curve(metrics: list[dict], path: Path, title: str | None = None) -> Path:
         ("reward/mean", "mean outcome of samples", "-"),
         ("eval/em", "held-out exact match, greedy", "o-"),
     ):
-        points = [(line["step"], line[key]) for line in metrics if line[key] is not None]
-        axes.plot(*zip(*points), style, label=label)
+        points = [(line["step"], line[key]) for line in metrics if line.get(key) is not None]
+        axes.plot(*zip(*points or [(math.nan, math.nan)]), style, label=label)
     axes.set(xlabel="step", ylim=(0, 1), title=title or path.parent.name)
     axes.grid(alpha=0.3)
     axes.legend()

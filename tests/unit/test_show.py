@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,145 @@ def folder(tmp_path):
         return tmp_path
 
     return write
+
+
+WHOLE = line(outputs=["found"], text="said")
+METRIC = {"step": 1, "eval/em": 0.5, "reward/mean": 0.25}
+WRONG_SAMPLES = {  # lines of samples.jsonl
+    "a list": [1, 2],
+    "a number": 7,
+    "null": None,
+    "empty": {},
+    **{
+        f"no {key}": {k: v for k, v in WHOLE.items() if k != key}
+        for key in ("step", "kind", "question", "golds", "turns", "info")
+    },
+    "a step in words": WHOLE | {"step": "1"},
+    "an endless step": WHOLE | {"step": 10**300},
+    "outcome in words": WHOLE | {"outcome": "good"},
+    "outcome nan": WHOLE | {"outcome": float("nan")},
+    "outcome endless": WHOLE | {"outcome": float("inf")},
+    "golds is text": WHOLE | {"golds": "The Hague"},
+    "golds of numbers": WHOLE | {"golds": [1, None]},
+    "turns is an object": WHOLE | {"turns": {"0": {}}},
+    "turns of numbers": WHOLE | {"turns": [1]},
+    "a question of numbers": WHOLE | {"question": [1]},
+    "info is a list": WHOLE | {"info": [0.5]},
+    "f1 in words": WHOLE | {"info": {"f1": "high"}},
+    "deep info": WHOLE | {"info": {"a": {"b": [[[[1]]]]}}},
+    "forked in words": WHOLE | {"forked": "no"},
+    **{
+        f"a turn with {key} {value!r}": WHOLE | {"turns": [WHOLE["turns"][0] | {key: value}]}
+        for key, value in (
+            ("text", None),
+            ("text", 3),
+            ("tokens", "two"),
+            ("tool_output", None),
+            ("tool_status", ["ok"]),
+            ("tool", 1),
+            ("advantage", "big"),
+            ("advantage", [1, None]),
+            ("advantage", {"a": 1}),
+            ("info", [1]),
+            ("info", {"a": [[1]]}),
+            ("observation_tokens", None),
+        )
+    },
+}
+WRONG_METRICS = {
+    "a list": [],
+    "a text": "x",
+    "no step": {"eval/em": 1.0},
+    "a step in words": METRIC | {"step": "1"},
+    "a value in words": METRIC | {"eval/em": "good"},
+    "a list as value": METRIC | {"eval/em": [1]},
+    "an object as value": METRIC | {"time/step": {}},
+    "an endless value": METRIC | {"eval/em": 10**400},
+}
+RAW = {
+    "deep": b"[" * 100_000 + b"\n",
+    "not UTF-8": b"\xff\xfe\n",
+    "zeros": b"\0" * 500 + b"\n",
+    "a number of 5,000 digits": b"9" * 5000 + b"\n",
+}
+
+
+@pytest.mark.parametrize("case", [*WRONG_SAMPLES, *RAW])
+def test_a_malformed_line_of_samples_is_left_out_by_both_views(tmp_path, capsys, case):
+    bad = RAW.get(case) or json.dumps(WRONG_SAMPLES[case]).encode() + b"\n"
+    whole = json.dumps(WHOLE).encode() + b"\n"
+    (tmp_path / "samples.jsonl").write_bytes(whole + bad * 3 + whole)
+    for words in (["show"], ["show", "--worst"], ["show", "--best"], ["report"]):
+        look([*words, str(tmp_path)])
+        out, err = capsys.readouterr()
+        assert "2 of 2" in out or "2 of the 2 samples" in out
+        assert err.count("\n") == 1 and "line 2 and 2 more: malformed, left out" in err
+    (tmp_path / "samples.jsonl").write_bytes(bad)
+    assert "no samples of kind" in refused("show", tmp_path)
+    look(["report", str(tmp_path)])
+
+
+@pytest.mark.parametrize("case", [*WRONG_METRICS, *RAW])
+def test_a_malformed_line_of_metrics_is_left_out(tmp_path, capsys, case):
+    bad = RAW.get(case) or json.dumps(WRONG_METRICS[case]).encode() + b"\n"
+    (tmp_path / "metrics.jsonl").write_bytes(bad + json.dumps(METRIC).encode() + b"\n")
+    look(["report", str(tmp_path)])
+    assert "line 1: malformed, left out" in capsys.readouterr().err
+    assert [line["step"] for line in report.read_metrics(tmp_path / "metrics.jsonl")] == [1]
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("args.json", "[]"),
+        ("args.json", "7"),
+        ("args.json", "[" * 100_000),
+        ("args.json", '{"a": ' * 900 + "1" + "}" * 900),
+        ("args.json", '{"steps": "many", "lr": NaN, "x": [[[1]]], "y": 1e999}'),
+        ("args.json", None),
+        ("environment.json", "3"),
+        ("environment.json", '{"a": ' * 900 + "1" + "}" * 900),
+        ("environment-after-step-1.json", None),
+        ("x.py", "def ("),
+        ("x.py", "\0"),
+        ("x.py", "class Args:\n    a.b: int = b'x'\n    f(1)\n    c: int = ...\n    d: int = 1j\n    print"),
+        ("x.py", "(" * 9000),
+        ("report.html.new", "x"),
+    ],
+)
+def test_other_malformed_files_do_not_keep_the_report_from_being_written(tmp_path, name, content):
+    (tmp_path / "samples.jsonl").write_text(json.dumps(WHOLE) + "\n")
+    (tmp_path / "args.json").write_text('{"a": 1, "c": 2, "d": 3}')
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).mkdir() if content is None else (tmp_path / name).write_text(content)
+    look(["report", str(tmp_path)])
+    text = re.search(r'type="application/json">(.*?)</script>', (tmp_path / "report.html").read_text(), re.DOTALL)[1]
+    json.loads(text, parse_constant=lambda word: pytest.fail(word))
+
+
+def test_a_report_that_is_a_link_does_not_touch_what_it_leads_to(tmp_path):
+    run, other = tmp_path / "run", tmp_path / "thesis.tex"
+    run.mkdir()
+    other.write_text("ten years of work")
+    (run / "samples.jsonl").write_text(json.dumps(WHOLE) + "\n")
+    for name in ("report.html", "report.html.new"):
+        (run / name).symlink_to(other)
+    look(["report", str(run)])
+    assert other.read_text() == "ten years of work" and "<html" in (run / "report.html").read_text()
+    (run / "report.html").unlink()
+    (run / "report.html").mkdir()
+    assert "cannot be written (Is a directory)" in refused("report", run)
+
+
+def test_the_time_to_show_a_long_text_grows_with_its_length():
+    def seconds(length):
+        start = time.process_time()
+        for unit in ("x", "a-", "word ", "\u00e9"):
+            show.describe(WHOLE | {"question": unit * (length // len(unit))}, None, True, 80)
+        return time.process_time() - start
+
+    seconds(20_000)
+    assert seconds(1_000_000) < 20 * seconds(100_000)
 
 
 def printed(capsys, *words):
@@ -200,7 +340,7 @@ def test_a_bad_line_before_the_end_is_left_out_and_reported(folder, capsys):
         file.write('{"step": 2, "ki\n' + json.dumps(line(3)) + "\n")
     look(["show", str(at)])
     out, err = capsys.readouterr()
-    assert "step 3" in out and "line 2: not JSON" in err
+    assert "step 3" in out and "line 2: malformed, left out" in err
 
 
 def test_errors_are_one_line_and_list_the_choices(folder, tmp_path):
