@@ -60,6 +60,13 @@ def meant(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
+def refuse_system_error(error: Exception) -> None:
+    """Raise SystemExit for an error of a disk or folder, such as a read-only cache of the hub: no flag is its cause."""
+    if getattr(error, "errno", None) and not isinstance(error, (ConnectionError, FileNotFoundError)):
+        where = error.filename or "the hub's cache"
+        raise SystemExit(f"{where}: {error.strerror}. HF_HOME sets another folder for the hub's cache.") from None
+
+
 def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
     """Return the tokenizer of a resolved model: the first download from a hub. Raises SystemExit if that fails."""
     from transformers import AutoTokenizer
@@ -67,6 +74,7 @@ def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
+        refuse_system_error(error)
         raise SystemExit(
             f"--model {path}: its tokenizer could not be loaded ({str(error).splitlines()[0]}). Check the name and the "
             "connection to the hub. For a gated model accept its licence there, then run `hf auth login`."
@@ -81,6 +89,7 @@ def empty_model(path: str) -> "PreTrainedModel":
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
+        refuse_system_error(error)
         reason = str(error).splitlines()[0]
         raise SystemExit(f"--model {path}: config.json could not be loaded ({reason}). Is the name right?") from None
     with torch.device("meta"):

@@ -190,7 +190,8 @@ def search_task(args: "Sampling", whole: bool) -> tuple:
     try:
         return family, Search(documents, args.topk), *parts
     except (OSError, ValueError) as error:
-        raise SystemExit(f"--corpus: {error}") from None
+        blamed = isinstance(error, ValueError) or str(error.filename) == str(args.corpus)
+        raise SystemExit(f"--corpus: {error}" if blamed and args.corpus else str(error)) from None
 
 
 def check_lengths(task: Task, args: "Sampling") -> None:

@@ -258,7 +258,8 @@ def open_index(args: Args, threads: int = 0) -> search.Search | Dense:
             return Dense(documents, args.dense, args.prefixes, args.index, threads)
         return search.Search(documents, args.topk, args.backend)
     except OSError as error:
-        raise SystemExit(f"--corpus {args.corpus}: {error.strerror or error}") from None
+        blamed = str(error.filename) in (str(args.corpus), str(Path(args.corpus).resolve()))
+        raise SystemExit(f"--corpus {args.corpus}: {error.strerror}" if blamed else str(error)) from None
     except ValueError as error:
         raise SystemExit(f"--corpus: {error}") from None
 

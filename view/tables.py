@@ -35,12 +35,22 @@ def write(folder: Path, result: dict, lines: list[dict]) -> str:
     return text
 
 
+def figures_in(path: Path) -> dict[str, dict]:
+    """Return the figures of a finished benchmark. Raises SystemExit for a malformed file."""
+    try:
+        figures = json.loads(path.read_text())["figures"]
+        table(figures)  # has every number that a table needs
+        return figures
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError, StopIteration):
+        raise SystemExit(f"{path} is no result of eval.py. Remove it to evaluate that benchmark again.") from None
+
+
 def overview(folder: Path, folders: dict[str, Path]) -> str:
     """Write benchmarks.md: a table with a row per finished benchmark, and their unweighted mean. Returns its text.
 
     folders: {benchmark: folder of its results}
     """
-    figures = {name: json.loads((folder / "eval.json").read_text())["figures"] for name, folder in folders.items()}
+    figures = {name: figures_in(folder / "eval.json") for name, folder in folders.items()}
     systems = list(next(iter(figures.values())))
     columns = [key for key in ("em", "f1") if any(key in of[systems[0]] for of in figures.values())]
     columns += [key for key in next(iter(figures.values()))[systems[0]] if key.startswith("pass@")]

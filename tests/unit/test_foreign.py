@@ -1,9 +1,11 @@
 """Run directories that someone else made, or a fault damaged: one sentence each, and nothing outside is touched."""
 
 import dataclasses
+import errno
 import hashlib
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +14,11 @@ import pytest
 
 import eval as evaluation
 import train_grpo
-from common import run
+from common import cache, models, run
 from common.args import parse_args
+from tasks import loading
+from tools import search
+from view import tables
 
 ROOT = Path(__file__).resolve().parents[2]
 DEEP = "[" * 100_000
@@ -227,3 +232,106 @@ def test_a_run_directory_without_a_checkpoint_has_no_adapter(tmp_path):
     (tmp_path / "args.json").write_text("{}")
     with pytest.raises(SystemExit, match="this run has no checkpoint yet"):
         evaluation.parse(["--adapter", str(tmp_path)])
+
+
+# ---- a fault of the disk is not taken for a fault of a flag
+
+
+def corpus_of(tmp_path):
+    path = tmp_path / "documents.jsonl"
+    path.write_text('{"id": "1", "title": "Paris", "text": "a city"}\n')
+    return path
+
+
+CACHES = {
+    "a file": lambda path: path.write_text(""),
+    "in a file": lambda path: path.parent.write_text(""),
+    "its folder is a file": lambda path: (path.mkdir(parents=True), (path / "bm25").write_text("")),
+    "a broken link": lambda path: (path.parent.mkdir(), path.symlink_to("/nowhere/at/all")),
+    "the lock is a folder": lambda path: (path / "bm25" / "x.lock").mkdir(parents=True),
+}
+
+
+@pytest.mark.parametrize("case", CACHES)
+@pytest.mark.parametrize("given", [True, False])
+def test_a_cache_that_cannot_be_written_is_not_called_a_corpus(tmp_path, monkeypatch, case, given):
+    path = tmp_path / "home" / "cache"
+    if case == "a file":
+        path.parent.mkdir()
+    CACHES[case](path)
+    monkeypatch.setenv("TURNWISE_CACHE", str(path))
+    if case == "the lock is a folder":
+        monkeypatch.setattr(search, "fingerprint", lambda documents: "x")
+    words = ["--corpus", str(corpus_of(tmp_path)), "--task", str(tmp_path / "q.jsonl")] if given else []
+    (tmp_path / "q.jsonl").write_text("".join(f'{{"question": "q {i}?", "answers": ["Paris"]}}\n' for i in range(1000)))
+    args = parse_args(train_grpo.Args, ["--model", "tiny", *words])
+    with pytest.raises(SystemExit, match="derived files cannot be written there .*TURNWISE_CACHE") as stopped:
+        loading.load(args)
+    assert "--corpus" not in str(stopped.value) and "\n" not in str(stopped.value)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EDQUOT])
+def test_a_disk_that_fills_while_an_index_is_made_is_named(tmp_path, monkeypatch, number):
+    monkeypatch.setenv("TURNWISE_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(SystemExit, match=os.strerror(number)), cache.locked(cache.cache_dir() / "made"):
+        raise OSError(number, os.strerror(number))
+    with pytest.raises(ConnectionError), cache.locked(cache.cache_dir() / "made"):  # another's fault passes
+        raise ConnectionError("no network")
+
+
+def test_without_a_home_the_variable_is_named(monkeypatch):
+    monkeypatch.delenv("TURNWISE_CACHE", raising=False)
+    monkeypatch.setattr(
+        Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home directory."))
+    )
+    with pytest.raises(SystemExit, match="home directory.*TURNWISE_CACHE"):
+        cache.cache_dir()
+
+
+def test_a_missing_corpus_is_still_named(tmp_path):
+    (tmp_path / "q.jsonl").write_text("".join(f'{{"question": "q {i}?", "answers": ["Paris"]}}\n' for i in range(1000)))
+    words = ["--model", "tiny", "--task", str(tmp_path / "q.jsonl"), "--corpus", str(tmp_path / "none.jsonl")]
+    with pytest.raises(SystemExit, match="--corpus.*none.jsonl"):
+        loading.load(parse_args(train_grpo.Args, words))
+
+
+@pytest.mark.parametrize("load", [models.load_tokenizer, models.empty_model])
+def test_a_read_only_cache_of_the_hub_is_not_called_a_wrong_name(monkeypatch, load):
+    import transformers
+
+    def fail(path):
+        raise PermissionError(errno.EROFS, "Read-only file system", "/home/me/.cache/huggingface/hub/x")
+
+    for loader in (transformers.AutoTokenizer, transformers.AutoConfig):
+        monkeypatch.setattr(loader, "from_pretrained", fail)
+    with pytest.raises(SystemExit, match="^/home/me/.*: Read-only file system. HF_HOME") as stopped:
+        load("owner/name")
+    assert "--model" not in str(stopped.value)
+
+
+def test_an_append_that_is_given_up_leaves_nothing_behind(tmp_path, monkeypatch):
+    """The limit of the file's size is a real full disk: 1,000 bytes fit, the rest does not."""
+    path = tmp_path / "samples.jsonl"
+    run.append(path, ["whole"])
+    monkeypatch.setattr(run, "PATIENCE", 0.0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            run.append(path, ["x" * 300] * 50)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_text() == "whole\n"
+    run.append(path, ["more"])
+    assert path.read_text() == "whole\nmore\n"
+
+
+EVALUATIONS = ["[]", "{}", "", '{"figures": 3}', '{"figures": {}}', '{"figures": {"base": {"em": 1}}}', DEEP]
+
+
+@pytest.mark.parametrize("text", EVALUATIONS, ids=range(len(EVALUATIONS)))
+def test_a_malformed_result_of_a_benchmark_is_one_sentence(tmp_path, text):
+    (tmp_path / "eval.json").write_text(text)
+    with pytest.raises(SystemExit, match="eval.json is no result of eval.py") as stopped:
+        tables.overview(tmp_path, {"nq": tmp_path})
+    assert "\n" not in str(stopped.value)
