@@ -219,10 +219,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """Return the newest whole checkpoint, or None if there is none at all. Prints which ones are left out.
-
-    Raises SystemExit if none of the checkpoints is whole.
-    """
+    """Return the newest whole checkpoint, or None without any. Prints those left out. Raises SystemExit if all are damaged."""
     torn = []
     for path in reversed(checkpoints(folder)):
         if not (fault := damage(path)):
@@ -277,15 +274,15 @@ def stray(folder: Path) -> Path | None:
 def refuse_early(args) -> None:
     """Refuse a run directory that is taken, and end at once for a run that is complete: before torch is imported."""
     folder = directory(args)
-    if getattr(args, "dry_run", False):
+    if getattr(args, "dry_run", False) or (not args.resume and not occupied(folder)):
         return
-    if not args.resume and (wrong := taken(folder)):
-        raise SystemExit(wrong)
-    last = checkpoints(folder)[-1:] if args.resume else []
-    if last and step_of(last[0]) >= getattr(args, "steps", float("inf")) and not damage(last[0]):
-        if (folder / "adapter").resolve() == (last[0] / "adapter").resolve():  # else the links need a repair
-            notice(f"{folder}: all {step_of(last[0])} steps are done. Continue with a larger --steps, or look at it:")
-            notice(f"  python -m view report {shlex.quote(str(folder))}")
+    if not args.resume:
+        raise SystemExit(taken(folder))
+    last = max(checkpoints(folder), key=step_of, default=None)
+    if last and step_of(last) >= getattr(args, "steps", float("inf")) and not damage(last):
+        if (folder / "adapter").resolve() == (last / "adapter").resolve():  # else the links need a repair
+            page = shlex.join(["python", "-m", "view", "report", str(folder)])
+            notice(f"all {step_of(last)} steps are done: continue with a larger --steps, or look at them: {page}")
             raise SystemExit
 
 
@@ -323,10 +320,7 @@ def claim(args, folder: Path) -> str | None:
 
 
 def write_header(args, script: Path, folder: Path, last: Path | None = None) -> None:
-    """Write args.json, environment.json and a copy of the code; of a resumed run only the arguments and environment.
-
-    last: the checkpoint to resume from.
-    """
+    """Write args.json, environment.json and a copy of the code; of a run resumed after `last` only the first two."""
     last = last.name if last else saved_progress(folder)
     if args.resume and last:
         write_json(folder / f"environment-after-{last}.json", machine.environment(ROOT, RESOLVED))

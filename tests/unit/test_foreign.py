@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -335,3 +336,25 @@ def test_a_malformed_result_of_a_benchmark_is_one_sentence(tmp_path, text):
     with pytest.raises(SystemExit, match="eval.json is no result of eval.py") as stopped:
         tables.overview(tmp_path, {"nq": tmp_path})
     assert "\n" not in str(stopped.value)
+
+
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o007, 0o660), (0o077, 0o600)])
+def test_the_adapter_s_weights_have_the_mode_of_other_files(tmp_path, umask, mode):
+    import torch
+    from safetensors.torch import save_file
+
+    from common.policy import Policy
+
+    def save_pretrained(path, **more):
+        path.mkdir()
+        (path / "adapter_config.json").write_text("{}")
+        save_file({"a": torch.zeros(1)}, path / "adapter_model.safetensors")
+
+    before = os.umask(umask)
+    try:
+        Policy.save_adapter(
+            SimpleNamespace(model=SimpleNamespace(save_pretrained=save_pretrained)), tmp_path / "adapter"
+        )
+    finally:
+        os.umask(before)
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_mode & 0o777 == mode
