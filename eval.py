@@ -122,16 +122,17 @@ def parse(argv: list[str] | None = None) -> Args:
 def main(args: Args) -> None:
     from common.policy import Policy  # here and not above: --help answers without torch
     from common.rollout import Engine
-    from view import plan
+    from view import plan, record, self_test
 
     todo = benchmarks.load(args)
     args = plan.fit(args, todo)
-    device, _ = run.setup(args, __file__)
+    device, last = run.setup(args)
+    record.write(args, __file__, last)
     folders = {name: benchmarks.folder_of(run.directory(args), todo, name) for name in todo}
     left = ranks.from_rank_0([name for name, folder in folders.items() if not (folder / "eval.json").exists()])
     policy = Policy(args, device, train=False)
     engine = Engine(policy, args)
-    engine.self_test(policy)
+    self_test.check(engine, policy)
     engine.top_p = args.top_p  # after the test: the trainer's log-probabilities are of the whole distribution
     for name in left:
         items, (task, questions) = {}, todo[name]

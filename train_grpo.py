@@ -163,18 +163,21 @@ def main(args: Args) -> None:
     from common.log import Log
     from common.policy import Policy
     from common.rollout import Engine
-    from view import plan, report
+    from view import plan, record, report, self_test
 
     # ---- 1. setup
     task = tasks.load(args)
     args = plan.fit(args, task)  # before any model is loaded; --dry_run ends here
-    device, last = run.setup(args, __file__)  # last: the checkpoint to resume from, or None
+    device, last = run.setup(args)  # last: the checkpoint to resume from, or None
+    record.write(args, __file__, last)
     policy = Policy(args, device, last)
     log = Log(args, last)
     # Restores adapter, optimizer and random states; must come before Engine(), which publishes the adapter.
     saver = checkpoint.Saver(args, policy, task, log, last)
     engine = Engine(policy, args)
-    engine.self_test(policy)  # else an engine that samples from another policy would only look like slow learning
+    self_test.check(
+        engine, policy
+    )  # else an engine that samples from another policy would only look like slow learning
     if saver.done is None:
         evaluate(engine, task, args, log, step=0)
         saver.save(log.write(0, task.position))

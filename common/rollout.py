@@ -19,7 +19,6 @@ from common.args import Sampling
 from common.checkpoint import random_states, set_random_states
 from common.environment import Environment
 from common.loop import Loop, Rollout
-from common.self_test import Gap, run_self_test
 from common.turns import Group, Question, Trajectory
 
 if TYPE_CHECKING:
@@ -267,10 +266,6 @@ class Engine:
                 ids = list(sampled.token_ids)
                 logps = [float(at[token].logprob) for token, at in zip(ids, sampled.logprobs)]
                 yield output.request_id, ids, logps, sampled.finish_reason
-
-    def self_test(self, policy: "Policy") -> Gap:
-        """Compare the engine with the trainer (common/self_test.py). Raises SystemExit if they differ by more than rounding."""
-        return run_self_test(self, policy)
 
 
 @contextlib.contextmanager

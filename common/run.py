@@ -12,7 +12,6 @@ import json
 import os
 import random
 import shlex
-import shutil
 import socket
 import sys
 import threading
@@ -23,15 +22,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common import ending, machine, ranks
-from common.models import EMBEDDED
+from common import ending, ranks
 
 if TYPE_CHECKING:
     import torch
     import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("common", "tasks", "tools", "view")  # the code that is copied to the run directory
 PATIENCE = 600.0  # seconds that training retries a failed write
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS)  # these may pass
 FIRST_SECONDS = float(os.environ.get("TURNWISE_FIRST_SECONDS", 60))  # for the first exchange between ranks
@@ -119,7 +116,7 @@ def write_json(path: Path, value: object) -> None:
     temporary.rename(path)
 
 
-def setup(args, script: str) -> "tuple[torch.device, Path | None]":
+def setup(args) -> "tuple[torch.device, Path | None]":
     """Set up process group, seeds and run directory. Returns (device of this rank, checkpoint to resume from or None).
 
     Raises SystemExit if the run directory holds another run: nothing finished is overwritten.
@@ -158,9 +155,6 @@ def setup(args, script: str) -> "tuple[torch.device, Path | None]":
     if ranks.rank() == 0 and not (wrong := claim(args, folder)):
         try:
             last = last_checkpoint(folder) if args.resume else None
-            write_header(args, Path(script).resolve(), folder, last)
-        except OSError as error:
-            wrong = f"--out {folder}: {error.filename} cannot be written ({error.strerror})."
         except SystemExit as stop:
             wrong = stop.code
     wrong, last = ranks.from_rank_0((wrong, last))
@@ -317,39 +311,3 @@ def claim(args, folder: Path) -> str | None:
         return f"{folder}: another process is using it."
     CLAIMS.append(lock)
     return None
-
-
-def write_header(args, script: Path, folder: Path, last: Path | None = None) -> None:
-    """Write args.json, environment.json and a copy of the code; of a run resumed after `last` only the first two."""
-    last = last.name if last else saved_progress(folder)
-    if args.resume and last:
-        write_json(folder / f"environment-after-{last}.json", machine.environment(ROOT, RESOLVED))
-        for part in (script, *(p for package in PACKAGES for p in sorted((ROOT / package).rglob("*.py")))):
-            copy = folder / part.relative_to(ROOT if part != script else script.parent)
-            if not copy.exists() or copy.read_bytes() != part.read_bytes():
-                notice(f"warning: {copy.relative_to(folder)} has changed since the run began (old version: {copy})")
-        begun = json.loads((folder / "args.json").read_text())
-        write_json(folder / "args.json", begun | given(args))
-        notice(f"resumes after {last}: {folder}")
-        return
-    if args.resume:
-        notice(f"{folder} ended before its first checkpoint: it starts again")
-    for old in ("metrics.jsonl", "samples.jsonl"):  # from a run without a checkpoint
-        (folder / old).unlink(missing_ok=True)
-    write_json(folder / "args.json", given(args))
-    write_json(folder / "environment.json", machine.environment(ROOT, RESOLVED))
-    shutil.copy(script, folder / script.name)
-    without = shutil.ignore_patterns("__pycache__", "bases")  # the weights of the embedded models
-    for package in PACKAGES:
-        shutil.copytree(ROOT / package, folder / package, ignore=without, dirs_exist_ok=True)
-    preset = EMBEDDED[args.model].preset if args.model in EMBEDDED else {}
-    used = {k: v for k, v in preset.items() if vars(args).get(k) == v}
-    if used:
-        notice(f"preset of {args.model}: " + " ".join(f"--{k} {v}" for k, v in used.items()))
-    notice(f"run directory: {folder}")
-
-
-def given(args) -> dict:
-    """Return the arguments as they were given, for args.json."""
-    flags = dataclasses.asdict(args)
-    return flags | {name: flag["given"] for name, flag in RESOLVED.items() if name in flags} | {"resume": False}

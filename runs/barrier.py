@@ -80,7 +80,7 @@ def main():
         Args, ["--model", "tiny", "--max_turns", "4", "--tool_workers", "32", "--out", tempfile.mkdtemp()]
     )
     plain = tasks.load(args)
-    run.setup(args, __file__)
+    run.setup(args)
     policy = Policy(args)
     engine = rollout.Engine(policy, args)
     task = FourTurns(args, plain.tokenizer, plain.tool, plain.train, plain.held_out)

@@ -36,6 +36,7 @@ import tasks  # noqa: E402, F401  (fills EMBEDDED)
 from common import run  # noqa: E402
 from common.args import parse_args  # noqa: E402
 from common.models import EMBEDDED  # noqa: E402
+from view import record  # noqa: E402
 
 PARTS = ("main", "turns", "cost", "smollm2")  # smollm2 runs only with --part smollm2
 ALONE = ("cost",)  # one run at a time, on all cores
@@ -153,7 +154,7 @@ def fingerprint(root, job):
 
 
 def add_code(digest, root, script):
-    for path in (root / script, *(p for package in run.PACKAGES for p in sorted((root / package).rglob("*.py")))):
+    for path in (root / script, *(p for package in record.PACKAGES for p in sorted((root / package).rglob("*.py")))):
         digest.update(f"\n{path.relative_to(root)}\n".encode() + (path.read_bytes() if path.exists() else b""))
 
 

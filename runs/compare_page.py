@@ -7,9 +7,9 @@ import shlex
 import statistics
 from collections import Counter
 
-from common import run
+from view import record
 
-CODE = ("train_", "runs/", *(f"{package}/" for package in run.PACKAGES))  # what a result follows from
+CODE = ("train_", "runs/", *(f"{package}/" for package in record.PACKAGES))  # what a result follows from
 MISMATCH = "GRPO trained on the full history"
 LOOKS = {  # colour (Okabe and Ito's palette, safe for colour-blind readers), marker, line
     "GRPO": ("#000000", "o", "-"),

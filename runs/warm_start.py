@@ -52,7 +52,7 @@ def main(args):
         raise SystemExit("A warm start needs --task tiny_search and --protocol tags: its traces are made for them.")
     task = tasks.load(args)
     args = plan.fit(args, task)
-    policy = Policy(args, run.setup(args, __file__)[0])
+    policy = Policy(args, run.setup(args)[0])
     rng, names = random.Random(args.seed), tiny_search._names()["pretraining"]
     with tqdm(range(args.steps), desc="warm start") as steps:
         for _ in steps:

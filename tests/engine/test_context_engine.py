@@ -38,7 +38,7 @@ def engine(qwen, tmp_path_factory):
         max_turns=4,
         questions=4,
     )
-    run.setup(args, train_grpo.__file__)
+    run.setup(args)
     policy = Policy(args)
     made = rollout.Engine(policy, args)
     generator = torch.Generator().manual_seed(1)

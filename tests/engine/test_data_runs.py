@@ -39,7 +39,7 @@ def model(qwen, tmp_path_factory):
     """Return a policy and its engine, for all data sets."""
     out = str(tmp_path_factory.mktemp("data") / "out")
     args = train_grpo.Args(model=qwen, out=out, max_context=1536, lora_rank=8, lora_alpha=16, lr=1e-3)
-    policy = Policy(args, run.setup(args, train_grpo.__file__)[0])
+    policy = Policy(args, run.setup(args)[0])
     return policy, Engine(policy, args)
 
 

@@ -13,6 +13,7 @@ from common.environment import Action, Environment, Limits
 from common.policy import Policy
 from common.rollout import Engine
 from common.turns import Question
+from view import self_test
 
 
 class Echo(Environment):
@@ -68,7 +69,7 @@ def made(request, qwen, tmp_path_factory):
         questions=16,
         micro_tokens=8192,
     )
-    run.setup(args, train_grpo.__file__)
+    run.setup(args)
     policy = Policy(args)
     draw = lambda: (random.random(), numpy.random.rand(), float(torch.rand(1)))  # noqa: E731
     states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
@@ -113,7 +114,7 @@ def test_starting_the_engine_leaves_the_random_states_alone(made):
 def test_self_test_passes_and_leaves_the_adapter_as_it_was(made):
     policy, engine, _ = made
     before = [p.detach().clone() for p in policy.parameters]
-    found = engine.self_test(policy)
+    found = self_test.check(engine, policy)
     assert found.difference < 2e-5 and found.to_base > 0.4 and found.tokens > 500
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters))
 
@@ -122,7 +123,7 @@ def test_self_test_stops_when_the_adapter_is_not_applied(made, monkeypatch):
     policy, engine, _ = made
     monkeypatch.setattr(engine, "publish", lambda policy: None)
     with pytest.raises(SystemExit, match="the adapter was not applied"):
-        engine.self_test(policy)
+        self_test.check(engine, policy)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def test_self_test_stops_when_engine_and_trainer_compute_different_models(made, 
     weight.data *= factor
     try:
         with pytest.raises(SystemExit, match=cause):
-            engine.self_test(policy)
+            self_test.check(engine, policy)
     finally:
         weight.data.copy_(kept)
 

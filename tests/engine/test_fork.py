@@ -49,7 +49,7 @@ def test_siblings_continue_their_trunk_with_the_newest_policy(make_args, tmp_pat
     shared = vars(make_args(out=str(tmp_path / "out"), questions=3, max_turns=4, lr=0.02))
     args = train_rtpo.Args(**shared, trunks=2, siblings=2)
     args.group = 40
-    run.setup(args, train_rtpo.__file__)
+    run.setup(args)
     policy = Policy(args)
     engine = Engine(policy, args)
     engine.begin(1)

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import train_grpo
-from common import run, self_test
+from common import run
 from common.policy import Policy
 from common.rollout import Engine
+from view import self_test
 
 TOLD_APART = 3
 SCALES = (1.05, 1.1, 1.2, 1.4, 1.8)  # of one decoder layer's output
@@ -36,7 +37,7 @@ def pair(request, tmp_path_factory):
         request.addfinalizer(fewer.undo)
     out = str(tmp_path_factory.mktemp("pair") / "out")
     args = train_grpo.Args(model=model, task="tiny_search", dtype=dtype, out=out, max_context=1024)
-    run.setup(args, train_grpo.__file__)
+    run.setup(args)
     policy = Policy(args)
     return policy, Engine(policy, args), dtype == "float32", seeds
 

@@ -8,6 +8,7 @@ import train_grpo
 from common import run
 from common.policy import Policy
 from common.rollout import Engine
+from view import self_test
 
 WIDE = dict(target_modules="all-linear", rank_pattern={"q_proj": 20, "down_proj": 12}, alpha_pattern={"v_proj": 3})
 
@@ -27,10 +28,10 @@ def made(request, qwen, tmp_path_factory):
     args, first = policy(
         "first", **(WIDE if request.param == "wide" else small_adapters.SERVED["ranks by layer, above r"])
     )
-    run.setup(args, train_grpo.__file__)
+    run.setup(args)
     engine = Engine(first, args)
     assert first.lora_rank == 20
-    engine.self_test(first)
+    self_test.check(engine, first)
     makes = small_adapters.SERVED if request.param == "wide" else ["two layers", "one layer", "rank-stabilized"]
     return engine, {name: policy(name, **small_adapters.SERVED[name])[1] for name in makes}
 
@@ -39,7 +40,7 @@ def test_trainer_and_engine_agree_on_adapters_of_every_make(made):
     """The self-test compares them; its limits would let an adapter pass that is served with another scale on few layers."""
     engine, policies = made
     for name, policy in policies.items():
-        found = engine.self_test(policy)
+        found = self_test.check(engine, policy)
         assert found.difference < 2e-5 and found.to_base > 0.4, (name, found)
 
 

@@ -121,7 +121,7 @@ def setup(words):
     from common.args import parse_args
 
     args = parse_args(train_grpo.Args, (words + dtype()).split())
-    return args, run.setup(args, train_grpo.__file__)[0]
+    return args, run.setup(args)[0]
 
 
 def ranks():
@@ -238,6 +238,7 @@ def check_engine(folder, more):
     from common import memory
     from common.policy import Policy
     from common.rollout import Engine
+    from view import self_test
 
     words = f"--model tiny --task tiny_search --out {folder}/run --questions 4 --group 4 --sleep full {more}"
     args, device = setup(f"{words} --gpu_memory 0.4 --max_turns 3 --max_turn_tokens 32 --max_context 768")
@@ -249,7 +250,7 @@ def check_engine(folder, more):
     cache = made.llm.llm_engine.vllm_config.cache_config
     line("KV cache", cache.num_gpu_blocks * cache.block_size, "tokens", least=args.max_context)
     exact = policy.dtype == torch.float32 and not args.load_4bit
-    gap = made.self_test(policy)
+    gap = self_test.check(made, policy)
     line("self-test, mean difference", gap.difference, "nats", most=1e-3 if exact else 0.1)
     line("self-test, KL", gap.kl, "nats", most=0.01)
     line("self-test, from the base", gap.to_base, "nats", least=5 * gap.difference)
@@ -274,7 +275,7 @@ def check_engine(folder, more):
         # Greedy. In bf16 a near tie may fall either way; a lost adapter would change nearly all ids.
         same = sum(a == b for a, b in zip(first, again)) / max(len(first), len(again))
         line(f"--sleep {mode}: same turns afterwards", same, "of 1", least=1 if exact else 0.75)
-    line("self-test once more, KL", made.self_test(policy).kl, "nats", most=0.01)
+    line("self-test once more, KL", self_test.check(made, policy).kl, "nats", most=0.01)
     line("memory that the engine allocated at its start", memory.ENGINE_BYTES / 2**30, "GiB")
 
 
@@ -332,12 +333,13 @@ def measure_speed(folder):
     import test_memory
     import torch
 
-    from common import memory, self_test
+    from common import memory
     from common.batch import pack
     from common.environment import Limits
     from common.policy import Policy
     from common.rollout import Engine
     from common.turns import Question
+    from view import self_test
 
     cuda = torch.cuda.is_available()
     shape = dict(test_memory.NUMBERS["Qwen2.5-3B"], initializer_range=0.02) if cuda else {"vocab_size": 2000}
@@ -350,7 +352,7 @@ def measure_speed(folder):
     )
     policy = Policy(args, device)
     made = Engine(policy, args)
-    made.self_test(policy)
+    self_test.check(made, policy)
     count, length = (64, 256) if cuda else (8, 32)
     probe = self_test.Probe(policy.tokenizer, Limits(turns=1, turn_tokens=length))
     questions = [Question(f"{RANK}-{i}", 20 * self_test.TEXTS[i % len(self_test.TEXTS)], []) for i in range(count)]

@@ -14,10 +14,10 @@ sys.path.insert(0, str(ROOT / "runs"))
 import compare  # noqa: E402
 import compare_page  # noqa: E402
 
-from common import run  # noqa: E402
 from common.batch import pack  # noqa: E402
 from common.log import METRICS  # noqa: E402
 from common.turns import Group, Question, Trajectory, Turn  # noqa: E402
+from view import record  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ def begin(job):
     (job.folder / "lock").touch()
     if (ROOT / job.script).exists():
         shutil.copy(ROOT / job.script, job.folder)
-    for package in run.PACKAGES:
+    for package in record.PACKAGES:
         shutil.copytree(ROOT / package, job.folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     started = {
         "command": ["python", *job.command()],

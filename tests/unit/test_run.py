@@ -17,11 +17,11 @@ import pytest
 import random_groups
 
 import train_grpo
-from common import ending, machine, run
+from common import ending, run
 from common.args import parse_args
 from common.log import METRICS, Log
 from common.turns import Turn, sample
-from view import metrics, show
+from view import metrics, record, show
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -306,7 +306,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_can_be_started_again(tmp_p
     folder, args = tmp_path / "run", train_grpo.Args()
     for _ in range(2):
         assert run.claim(args, folder) is None
-        run.write_header(args, ROOT / "train_grpo.py", folder)
+        record.write_header(args, ROOT / "train_grpo.py", folder)
         assert not (folder / "metrics.jsonl").exists()
         assert "another process" in run.claim(args, folder)  # not while it runs
         run.CLAIMS.pop().close()
@@ -316,7 +316,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_can_be_started_again(tmp_p
 def test_a_run_with_a_complete_checkpoint_can_only_be_resumed(tmp_path):
     folder, args = tmp_path / "run", train_grpo.Args()
     assert run.claim(args, folder) is None
-    run.write_header(args, ROOT / "train_grpo.py", folder)
+    record.write_header(args, ROOT / "train_grpo.py", folder)
     run.CLAIMS.pop().close()
     (folder / "metrics.jsonl").write_text("{}")
     (folder / "checkpoints" / "step-0").mkdir(parents=True)
@@ -336,11 +336,11 @@ def test_a_folder_of_other_files_is_refused(tmp_path):
 
 def test_arguments_changed_on_resume_are_saved(tmp_path):
     args = train_grpo.Args(out=str(tmp_path), steps=6)
-    run.write_header(args, ROOT / "train_grpo.py", tmp_path)
+    record.write_header(args, ROOT / "train_grpo.py", tmp_path)
     (tmp_path / "checkpoints" / "step-6").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-6" / "state.pt").write_text("")
     more = train_grpo.Args(out=str(tmp_path), steps=1000, resume=True)
-    run.write_header(more, ROOT / "train_grpo.py", tmp_path)
+    record.write_header(more, ROOT / "train_grpo.py", tmp_path)
     kept = json.loads((tmp_path / "args.json").read_text())
     assert kept["steps"] == 1000 and not kept["resume"] and (tmp_path / "environment-after-step-6.json").exists()
 
@@ -421,7 +421,7 @@ def test_non_finite_numbers_are_null_and_the_line_is_valid_json(log, tmp_path):
 
 def test_without_git_the_commit_is_null(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    assert machine.environment(ROOT, {})["commit"] is None
+    assert record.environment(ROOT, {})["commit"] is None
 
 
 def test_the_tutorial_trajectory_is_right_in_a_group_that_also_failed():
@@ -563,7 +563,7 @@ def test_a_resolved_flag_is_used_and_the_given_one_is_kept(tmp_path, monkeypatch
     used = run.resolve(args, sleep="kv")
     assert (args.sleep, used.sleep) == ("auto", "kv")
     (tmp_path / "run").mkdir()
-    run.write_header(used, Path(train_grpo.__file__), tmp_path / "run")
+    record.write_header(used, Path(train_grpo.__file__), tmp_path / "run")
     assert json.loads((tmp_path / "run/args.json").read_text())["sleep"] == "auto"
     assert json.loads((tmp_path / "run/environment.json").read_text())["resolved"] == {"sleep": "kv"}
 

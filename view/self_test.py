@@ -68,7 +68,7 @@ class Probe(Environment):
     """The task of the self-test: prompts of one generation each."""
 
 
-def run_self_test(engine, policy: "Policy") -> Gap:
+def check(engine, policy: "Policy") -> Gap:
     """Return the gap between an Engine and the trainer. Raises SystemExit if rounding cannot explain it."""
     exact = policy.dtype == torch.float32 and not engine.args.load_4bit
     with policy.canary(canary_strength(policy, sample(engine, policy))):
