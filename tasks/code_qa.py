@@ -1,15 +1,18 @@
 """Functions that the model writes, scored by tests."""
 
 import contextlib
-import hashlib
 import re
+import secrets
 import textwrap
+from pathlib import Path
 
 from common.environment import Failed
 from common.turns import Question
 from tasks import templates
 from tasks.math_qa import MathQA
 from tools.python import Python
+
+CHECK = Path(__file__).with_name("code_check.py").read_text(encoding="utf-8")
 
 
 class CodeQA(MathQA):
@@ -30,14 +33,18 @@ class CodeQA(MathQA):
         prompt, name, test = (question.info[key] for key in ("prompt", "entry_point", "test"))
         code = templates.cleaned("python", answer or "")
         whole = re.search(rf"^(?:async )?def {re.escape(name)}\b", code, re.MULTILINE)
-        before = prompt[: prompt.index(f"def {name}")] if whole else prompt
+        above = prompt[: prompt.index(f"def {name}")]
         if not whole:
             # Code from a fence, or with a later line at the margin, lacks indentation; else only its first line does.
             bare = code != (answer or "").strip() or re.search(r"\n\S", code)
             code = textwrap.indent(code, "    ") if bare else f"    {code}"
-        # An answer that exits early must not pass, so the output has to end with this hash.
-        passed = hashlib.sha256(f"{question.id} {test}".encode()).hexdigest()
-        program = f"{before}{code}\n{test}\ncheck({name})\nprint('{passed}')"
+        code = f"{above if whole else prompt}{code}"
+        word = secrets.token_hex(16)
+        if self.python.processes:
+            words = (CHECK, above, code, test, name, word)
+            program = f"{CHECK}\ncheck({', '.join(map(repr, words))})"
+        else:  # an interpreter without processes and classes: the word comes after the tests
+            program = f"{code}\n{test}\ncheck({name})\nprint({word!r})"
         with contextlib.suppress(Failed):
-            return float(self.python(program).rstrip().endswith(passed)), {}
+            return float(self.python(program).rstrip().endswith(word)), {}
         return 0.0, {}

@@ -46,6 +46,7 @@ START = 60.0  # timeout for a server to start, in seconds: it loads numpy and sy
 AGAIN = (1.0, 5.0, 20.0)  # seconds between attempts to restart a dead sandbox
 GRACE = 5.0  # seconds after its timeout at which a call is given up if the server has not killed it
 SHOW = "__show"  # a function inside monty that prints the value of a last expression
+MONTY = "pydantic-monty"
 PARSED = "<call>"  # file name under which the model's code is parsed
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 SHORT = reprlib.Repr()  # bounds the text of values that monty returns in spite of SHOW
@@ -82,7 +83,7 @@ class Python(Tool):
                 refused.append(f"{mode}: {error}")
             else:
                 ending.at_end(self.backend.close)
-                self.mode = mode
+                self.mode, self.processes = mode, not mode.startswith(MONTY)
                 break
         else:
             raise SystemExit(f"No sandbox for the model's Python works here ({'; '.join(refused)}). {ADVICE}")
@@ -129,7 +130,7 @@ def _ways(unsafe):
         yield f"bubblewrap ({binary}{unfiltered})", lambda words=words: Server(words, {})
     if not binaries:
         yield "bubblewrap", _missing
-    yield "pydantic-monty (a subset of Python, without packages)", Monty
+    yield f"{MONTY} (a subset of Python, without packages)", Monty
 
 
 def _missing():

@@ -12,7 +12,7 @@ import train_grpo
 from common import loop, models
 from common.args import parse_args
 from common.turns import Group, Question, Trajectory, Turn
-from tasks import choice_qa, code_qa, files, loading, math_qa, nonsense, tags, wordings
+from tasks import choice_qa, code_check, code_qa, files, loading, math_qa, nonsense, tags, wordings
 from tasks.tiny import pretrain, tiny_math
 from tools import Tool
 from tools.python import Python
@@ -403,6 +403,32 @@ TESTED = "def check(candidate):\n    assert candidate(5) == 2\n    assert candid
         ("def half(n):\n    raise SystemExit", 0.0),  # exit code 0, as after success
         ("import os\nos._exit(0)", 0.0),
         ("def check(f):\n    pass\ndef half(n):\n    while True: pass", 0.0),
+        # Faults of a test in the same process: an object that equals all, a word that could be read, patched tools.
+        (
+            "class All(int):\n    def __eq__(self, other): return True\n    def __hash__(self): return 2\n"
+            "def half(n):\n    return All(7)",
+            0.0,
+        ),
+        ("class All:\n    def __eq__(self, other): return True\ndef half(n):\n    return All()", 0.0),
+        ("def half(n):\n    return True", 0.0),
+        (
+            "import builtins, json\njson.loads = json.dumps = lambda *a, **k: {'value': 2}\ndef half(n):\n    return 7",
+            0.0,
+        ),
+        ("import sys\nsys.modules['__main__'].encode = lambda value: 2\ndef half(n):\n    return 7", 0.0),
+        ("import os\nos.write(1, b'passed')\ndef half(n):\n    os.kill(os.getppid(), 9)", 0.0),
+        ("import atexit\natexit.register(print, 'passed')\ndef half(n):\n    raise SystemExit(0)", 0.0),
+        (
+            "import gc\ndef half(n):\n    return next(o for o in gc.get_objects() if isinstance(o, dict) and 'word' in o)",
+            0.0,
+        ),
+        (
+            "import inspect, sys\ndef half(n):\n    f = sys._getframe()\n    while f:\n        if 'test' in f.f_locals: return 2\n"
+            "        f = f.f_back\n    return 7",
+            0.0,
+        ),
+        ("def half(n):\n    print('much ' * 1000)\n    return n // 2", 1.0),
+        ("import enum\nclass E(enum.IntEnum):\n    zero = 0\n    two = 2\ndef half(n):\n    return E(n // 2)", 1.0),
         ("", 0.0),
         (None, 0.0),
     ],
@@ -411,3 +437,31 @@ def test_a_function_is_right_when_the_tests_of_its_question_pass(make_args, answ
     question = Question("HumanEval/0", PROMPT, [], info={"prompt": PROMPT, "entry_point": "half", "test": TESTED})
     task = of_kind(code_qa.CodeQA, make_args, question, loading.python_tool(2.0, False))
     assert task.score(answer, question) == (right, {})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, 0, -3, 10**30, 1.5, float("inf"), "ä\ud800", [], (), set(), {}, b"x", 1 + 2j, frozenset({1})]
+    + [[(1, "a"), {2: [None, {3}]}], {(1, 2): {"a": b""}}],
+)
+def test_a_plain_value_arrives_as_it_was(value):
+    sent = json.loads(json.dumps(code_check.encode(value)))
+    assert code_check.decode(sent) == value and type(code_check.decode(sent)) is type(value)
+
+
+def test_a_function_may_change_its_argument_and_raise(make_args):
+    prompt = "def grow(items, more=1):\n"
+    test = """
+def check(candidate):
+    items = [1]
+    assert candidate(items, more=2) is None and items == [1, 2]
+    try:
+        candidate(None)
+    except TypeError:
+        return
+    assert False
+"""
+    question = Question("HumanEval/1", prompt, [], info={"prompt": prompt, "entry_point": "grow", "test": test})
+    task = of_kind(code_qa.CodeQA, make_args, question, loading.python_tool(2.0, False))
+    assert task.score("items += [more]", question) == (1.0, {})
+    assert task.score("items.append(1)", question) == (0.0, {})
