@@ -1,4 +1,4 @@
-"""Run a data set's tests on a function that a model wrote, each in a process of its own side, so that code cannot fake a pass.
+"""Run a data set's tests and the function that a model wrote in two processes, so that its code cannot fake a pass.
 
 This file's text is sent to the sandbox: it uses only the standard library. Two processes take part:
 
