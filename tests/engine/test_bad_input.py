@@ -38,7 +38,7 @@ def folder(tmp_path, qwen, monkeypatch):
     write("cut.jsonl", QUESTION, '{"question": "Which to')
     write("no_answer.jsonl", QUESTION, {"question": "Which town?"})
     write("twice.jsonl", QUESTION | {"id": "a"}, QUESTION | {"id": "a"})
-    write("no_gold.jsonl", QUESTION, QUESTION | {"answers": ["the"]})
+    write("no_gold.jsonl", QUESTION, QUESTION | {"answers": ["?!"]})
     write("long_gold.jsonl", *(QUESTION | {"question": f"{i}?", "answers": ["Oakford " * 700]} for i in range(8)))
     write("long_question.jsonl", *(QUESTION | {"question": f"{i} " + "river " * 5000} for i in range(8)))
     write("empty.jsonl")

@@ -404,7 +404,6 @@ STATES = {
     "a size in words": lambda s: s | {"log": s["log"] | {"sizes": {"metrics.jsonl": "all"}}},
     "a size of nothing": lambda s: s | {"log": s["log"] | {"sizes": {"metrics.jsonl": None}}},
     "an endless size": lambda s: s | {"log": s["log"] | {"sizes": {"metrics.jsonl": 10**300}}},
-    "quiet is a number": lambda s: s | {"log": s["log"] | {"quiet": 3}},
 }
 
 
