@@ -279,7 +279,7 @@ def main(args: Args) -> None:
             evaluate(engine, task, args, log, step)
         saver.save(log.write(step, task.position))
     if ranks.rank() == 0:
-        report.summary(run.directory(args), policy.tokenizer)
+        report.summary(run.directory(args), task)
 
 
 if __name__ == "__main__":

@@ -229,7 +229,7 @@ def last_checkpoint(folder: Path) -> Path | None:
 def sums(checkpoint: Path) -> str:
     """Return the text of a checkpoint's file `sha256`, as sha256sum writes it: a hash and a name per file."""
     out = []
-    for path in sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.name != "sha256"):
+    for path in sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.name not in ("sha256", "README.md")):
         with open(path, "rb") as file:
             out.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.relative_to(checkpoint)}\n")
     return "".join(out)

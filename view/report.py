@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from common import run
-from view import metrics, show
+from view import card, metrics, show
 
 POINTS = 600  # per curve; in longer curves each point is a mean over neighbours
 SAMPLE_BYTES = 4_300_000  # for all samples together, so that the page stays below 5 MB
@@ -60,11 +60,12 @@ def write(folder: str | Path, path: str | Path) -> str:
     return f"{path}: {len(page) / 1e6:.1f} MB, {shown} of the {size} samples"
 
 
-def summary(folder: str | Path, tokenizer) -> None:
-    """Write report.html and curve.png, and print the table and the tutorial trajectory with its tokens (rank 0)."""
+def summary(folder: str | Path, task) -> None:
+    """Write report.html, curve.png and the adapter's card, and print the table and one trajectory with its tokens (rank 0)."""
     folder = Path(folder)
     metrics = list(show.stream(folder / "metrics.jsonl"))
     evals = [line for line in metrics if line.get("eval/em") is not None] or [{"step": 0}]
+    card.write(folder, task, evals)
     first, last = evals[0], evals[-1]
     picture, page = show.curve(metrics, folder / "curve.png"), write(folder, folder / "report.html")
     chosen = show.tutorial(show.stream(folder / "samples.jsonl"))
@@ -76,7 +77,7 @@ def summary(folder: str | Path, tokenizer) -> None:
         print(f"\nLearning curve: {picture}")
         if chosen:
             print(f"\nOne trajectory of step {chosen['step']}:")
-            print(show.describe(chosen, tokenizer, **show.terminal()))
+            print(show.describe(chosen, task.tokenizer, **show.terminal()))
         print(f"\nReport, one HTML page: {page}")
         print(f"More trajectories: {command('show', folder, '--worst')}")
         print(f"Metrics, samples and adapter: {folder}/")

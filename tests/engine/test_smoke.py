@@ -7,6 +7,7 @@ import os
 import commands
 import pytest
 
+from common import run
 from common.log import METRICS
 
 SCRIPTS = ("train_grpo.py", "train_tspo.py", "train_gtpo.py", "train_rtpo.py")
@@ -87,6 +88,23 @@ def test_a_run_writes_every_sample(finished):
 def test_a_run_prints_its_result_and_a_trajectory(finished):
     for words in ("before   after step 2", "curve.png", "report.html: 0.", "turn 1", "advantage"):
         assert words in finished[1].stdout
+
+
+def test_an_adapter_has_a_card_and_the_tokenizer_beside_it(finished, qwen):
+    out = finished[0]
+    card = (out / "adapter" / "README.md").read_text()
+    for words in (
+        f"base_model: {qwen}",
+        "`train_grpo.py`",
+        "| exact match | 0.",
+        "after step 2",
+        "rank 8",
+        "`</search>`",
+        "<think>",
+    ):
+        assert words in card, card
+    assert "{" not in card.replace("{}", "") and (out / "adapter" / "tokenizer_config.json").exists()
+    assert run.damage((out / "adapter").resolve().parent) is None  # a resumed run takes this checkpoint
 
 
 def test_a_finished_run_is_not_overwritten(finished, qwen, files):
