@@ -120,11 +120,12 @@ def parse(argv: list[str] | None = None) -> Args:
 
 
 def main(args: Args) -> None:
-    from common.policy import Policy  # here and not above: --help answers without torch
+    todo = benchmarks.load(args)
+    # Here and not above: --help and a wrong --task are answered without torch.
+    from common.policy import Policy
     from common.rollout import Engine
     from view import plan, record, self_test
 
-    todo = benchmarks.load(args)
     args = plan.fit(args, todo)
     device, last = run.setup(args)
     record.write(args, __file__, last)

@@ -208,15 +208,16 @@ def evaluate(engine: "Engine", task: "Task", args: Args, log: "Log", step: int) 
 
 
 def main(args: Args) -> None:
-    from common import checkpoint  # here and not above: --help answers without torch
+    # ---- 1. setup
+    task = tasks.load(args)
+    # Here and not above: --help and a wrong --task are answered without torch.
+    from common import checkpoint
     from common.batch import pack
     from common.log import Log
     from common.policy import Policy
     from common.rollout import Engine
     from view import plan, record, report, self_test
 
-    # ---- 1. setup
-    task = tasks.load(args)
     args = plan.fit(args, task)  # before any model is loaded; --dry_run ends here
     device, last = run.setup(args)  # last: the checkpoint to resume from, or None
     record.write(args, __file__, last)

@@ -77,7 +77,7 @@ def try_once(args: "Sampling") -> None:
     here = Path(args.model).is_dir() or args.model in models.EMBEDDED
     if (here and (args.task not in hub.SOURCES or "TURNWISE_DATA" in os.environ)) or getproxies():
         return
-    from huggingface_hub import constants
+    from huggingface_hub import constants, try_to_load_from_cache
 
     place = urlsplit(constants.ENDPOINT)
     try:
@@ -85,6 +85,12 @@ def try_once(args: "Sampling") -> None:
             socket.create_connection((place.hostname, place.port or {"http": 80}.get(place.scheme, 443)), 3.0).close()
     except OSError:
         constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"] = True, "1"  # also for processes of the engine
+    path = models.resolve(args.model)
+    if constants.HF_HUB_OFFLINE and not here and not isinstance(try_to_load_from_cache(path, "config.json"), str):
+        raise SystemExit(
+            f"--model {path}: it is neither a folder nor in the hub's cache here, and the hub is out of reach. Check the name and "
+            "the connection, or give a folder."
+        )
 
 
 def task_maker(args: "Sampling") -> Callable:
