@@ -140,6 +140,8 @@ def main(args: Args) -> None:
         for system in ("base", "adapter") if args.systems == "both" else [args.systems]:
             with policy.blank() if system == "base" else contextlib.nullcontext():
                 engine.publish(policy)
+            if ranks.rank() == 0 and not sys.stderr.isatty():  # in place of a progress bar
+                run.notice(f"{name}: {system}, {len(questions)} questions")
             items[system] = benchmarks.evaluate(engine, task, args, questions, system, name)
         if ranks.rank() == 0:
             lines = [line for of_system in items.values() for _, more in of_system for line in more]
