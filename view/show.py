@@ -260,6 +260,10 @@ def rows(sample: dict, tokenizer) -> Iterator[tuple[str, str, str]]:
 
 def wrap(line: str, width: int) -> list[str]:
     """Return a line in parts of at most `width` characters."""
+    if (
+        len(short := line.expandtabs().rstrip()) <= width
+    ):  # textwrap would take most of the time of a text of short lines
+        return [short] if short else []
     # Of pieces: the time that textwrap takes for a long word grows with the square of its length.
     pieces = re.findall(r".{1,4000}(?:\s|$)|.{1,4000}", line)
     return [part for piece in pieces for part in textwrap.wrap(piece, width, replace_whitespace=False)]
