@@ -26,7 +26,7 @@ from tasks.worker import Pool
 LONGEST = 1000  # characters; a longer answer counts as wrong
 LARGEST = 3_000  # exponent; powers above it are compared as text
 DEEPEST = 12  # brackets in brackets; and twice as many bars
-SPACES = re.compile(r"(?<!\\)\\[,;:!\s]|\\q?quad\b|~")
+SPACES = re.compile(r"(?<!\\)\\[,;:!\s]|\\q?quad\b|(?<=\S)~")  # ~2 is about 2
 WRAPPED = re.compile(r"\\(?:left|right|displaystyle)\b")
 LEAD = re.compile(  # text that may precede the dollars of an answer
     r"(?:.*(?:\b(?:is|are|that|answer|get|have|so|thus|therefore|hence),?|[a-z]\s*:)[\s*]*)?", re.DOTALL | re.IGNORECASE
@@ -56,6 +56,7 @@ UNITS = {
     "marble|coin|point|game|item|piece|step|per|%".split("|")
     for name in names.split()
 }
+CURRENCIES = {"$": "dollar", "€": "euro", "£": "sterling"}
 SENTENCE = re.compile(r"(?<!\\)\b(?!(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|infty|frac|min|max)\b)[a-zA-Z]{2,}\b")
 # Words of two or three letters that are not products of variables.
 NOT_PRODUCTS = set("or to of in is if by at as on no not nor and for per out but mod vs am pm".split())
@@ -328,16 +329,22 @@ def exact(text: str, quotients: bool = True) -> tuple[tuple[Fraction, ...], str]
     if found := SIGNED.match(text):  # a sign inside of the fraction
         minus = (found[1] + found[3] + found[5]).count("-") % 2
         text = ("-" if minus else "") + f"{found[2]}{{{found[4]}}}{{{found[6]}}}" + text[found.end() :]
-    text = re.sub(r"\\[dt]?frac\s*(?:\{\s*([\d.]+)\s*\}|(\d))\s*(?:\{\s*([\d.]+)\s*\}|(\d))", r" \1\2/\3\4", text)
+    # A digit after the fraction is a factor, and no part of its denominator.
+    fraction = r"\\[dt]?frac\s*(?:\{\s*([\d.]+)\s*\}|(\d))\s*(?:\{\s*([\d.]+)\s*\}|(\d))(?!\s*[\d.])"
+    text = re.sub(fraction, r" \1\2/\3\4", text)
     text = REPEATING.sub(repeating, text)
     text = re.sub(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree", "°", text).replace("\\%", "%").replace("percent", "%")
-    found = VALUE.fullmatch(re.sub(r"^([+-]?)\s*\\?[$€£]", r"\1", text.strip()).strip())
+    text, money = text.strip(), ""
+    if signed := re.match(r"([+-]?)\s*\\?([$€£])", text):
+        text, money = signed[1] + text[signed.end() :].strip(), CURRENCIES[signed[2]]
+    found = VALUE.fullmatch(text)
     if not found or (found["whole"] and not found["bottom"]):
         return None
     unit = measure(found["unit"] or "")
     top, bottom = (Fraction((found[part] or "1").replace(",", "")) for part in ("top", "bottom"))
     if bottom == 0 or unit is None:
         return None
+    unit = unit if money in ("", unit) else f"{money} {unit}".strip()
     if not quotients and found["bottom"] and ((top / bottom).denominator == 1 or "." in found["top"] + found["bottom"]):
         return None
     value = int(found["whole"] or 0) + top / bottom

@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 KEPT = {  # signs that own_form keeps, by where they are; all other punctuation is dropped
     "between digits": re.compile(r"(?<=\d)[^\w\s](?=\d)"),  # 3.14, 5/3, 3:00, 1990-2000, but no thousands separator
-    "before a number": re.compile(r"(?<!\w)(?:-(?=[$€£¥]?\.?\d)|[<>](?=[\s=-]*\.?\d))"),  # -5, > 5
+    "before a number": re.compile(r"(?<!\w)-(?=[$€£¥]?\.?\d)|[<>](?=[\s=-]*\.?\d)"),  # -5, > 5, p<0.05
+    "between names": re.compile(r"(?<=\w)[<>](?=\w)"),  # a<b
+    "in an exponent": re.compile(r"(?<=\de)-(?=\d)"),  # 1e-5
     "after a name": re.compile(  # C++, C#, C++11, A-, 18+
         r"(?<=[^\W\d_])[+#]+|(?<=\d)[+#]+(?!\w)|(?<![^\W\d_]{3})(?<=[^\W\d_])-(?![\w-])"
     ),
@@ -30,13 +32,15 @@ def own_form(text: str) -> str:
     Compatible characters are one (NFKC: full-width digits), and so are all dashes and minus signs. Punctuation of all
     scripts is dropped, except where it changes a number or a name: 3.14, -5, 1990-2000, > 5, C++ and A- keep it.
     """
-    text = unicodedata.normalize("NFKC", "".join(map(plain_character, text.translate(ALIKE)))).lower().strip()
+    text = text.translate(ALIKE).replace("!=", "≠")
+    text = unicodedata.normalize("NFKC", "".join(map(plain_character, text))).lower().strip()
+    text = re.sub(r" ?([<>]) ?", r"\1", " ".join(text.split()))
     text = re.sub(r"(?<!\d)(\d{1,3}(?:,\d{3})+)(?![\d,])", lambda found: found[0].replace(",", ""), text)
     text = re.sub(r"^-\s+(?=[$€£¥]?\.?\d)", "-", re.sub(r"(?<=\d)\s*-\s*(?=\d)", "-", text))
     text = re.sub(r"(?<![\w.])\.(?=\d)", "0.", text)
     kept = {place for found in PIECE.finditer(text) for place in range(*found.span())}
     text = "".join(c for place, c in enumerate(text) if place in kept or not dropped(c))
-    words = re.sub(r"([<>])\s+", r"\1", text).split()
+    words = text.split()
     return " ".join([w for w in words if w not in ("a", "an", "the")] or words)  # blood type A
 
 

@@ -313,3 +313,28 @@ def test_the_right_answers_that_the_page_lists_as_refused_are_refused():
     )
     assert len(rows) >= 15
     assert [row for row in rows if equality.equal(row[0].replace("\\|", "|"), [row[1].replace("\\|", "|")])] == []
+
+
+@pytest.mark.parametrize(
+    "answer, gold, right",
+    [
+        (r"\frac{1}{2}3", r"\frac{1}{23}", False),  # a factor after a fraction is no part of its denominator
+        (r"\frac{1}{2}3", "1/23", False),
+        (r"\frac123", r"\frac{1}{23}", False),
+        ("1/23", r"\frac{1}{2}3", False),
+        (r"3\frac12", "3.5", True),
+        ("$5", "5 cents", False),  # a sign of a currency is a unit
+        ("5 cents", r"\$5", False),
+        ("€5", "£5", False),
+        ("€5", "$5", False),
+        ("$5", "5 kg", False),
+        ("5%", "$5", False),
+        ("$5", "5", True),
+        ("5 euros", "€5", True),
+        ("$5 per hour", "5 dollars per hour", True),
+        ("~2", "2", False),
+        ("5~cm", "5 cm", True),
+    ],
+)
+def test_currencies_and_digits_after_a_fraction_change_the_value(answer, gold, right):
+    assert equality.equal(answer, [gold]) == right

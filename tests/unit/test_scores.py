@@ -180,3 +180,12 @@ def test_a_file_of_ones_own_gets_the_careful_form_and_a_named_set_the_published_
     made = tasks.load(make_args(task=str(path) if task == "file" else task, tools="off"))
     assert made.score("314", Question("1", "?", ["3.14"])) == (float(published), {"f1": float(published)})
     assert made.score("3.14", Question("1", "?", ["3.14"])) == (1.0, {"f1": 1.0})
+
+
+@pytest.mark.parametrize(
+    "answer, gold",
+    [("p<0.05", "p>0.05"), ("a<b", "a>b"), ("age>5", "age<5"), ("x=5", "x!=5"), ("1e5", "1e-5"), ("10e-3", "10e3")],
+)
+def test_relations_and_exponents_change_the_value_on_a_file_of_one_s_own(answer, gold):
+    assert scores.exact_match(answer, [gold], scores.own_form) == 0.0
+    assert scores.exact_match(answer, [answer.replace("<", " < ")], scores.own_form) == 1.0
