@@ -34,7 +34,7 @@ class Args(Sampling):
     """The flags that only evaluation has, and those of common/args.py that have another meaning here."""
 
     adapter: str = ""
-    """LoRA adapter to evaluate, or a run directory (its newest); what is not given here is as in that run"""
+    """LoRA adapter to evaluate, or a run directory (its newest); flags that are not given here are taken from that run"""
     systems: Literal["both", "base", "adapter"] = "both"
     """what to evaluate (without --adapter: the base)"""
     task: str = "hotpotqa"

@@ -80,9 +80,9 @@ class Calls:
 
 
 class Watchdog:
-    """Print what is awaited when nothing has finished for WATCHDOG seconds, also while the main thread is blocked.
+    """Print a notice when nothing has finished for WATCHDOG seconds, even while the main thread is blocked.
 
-    pending() returns a line for each kind of thing that is awaited. Use it as a context manager around the wait.
+    pending() returns the notice's list: a line for each kind of pending work. Use it as a context manager around the wait.
     """
 
     def __init__(self, pending: Callable[[], list[str]]):

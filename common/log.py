@@ -88,8 +88,7 @@ class Log:
         Without a terminal `write` prints a line a step instead.
         """
         left = range(done + 1, self.args.steps + 1)
-        terminal = {} if sys.stderr.isatty() else {"disable": True}
-        self.bar = run.progress(left, desc="steps", initial=done, total=self.args.steps, **terminal)
+        self.bar = run.progress(left, sys.stderr.isatty(), desc="steps", initial=done, total=self.args.steps)
         return self.bar
 
     def state(self) -> dict:

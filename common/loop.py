@@ -133,7 +133,7 @@ class Loop:
             trajectory.answer = action.text
             trajectory.stop = "answer"
         else:
-            turn.tool, turn.tool_input = action.tool, action.text
+            turn.tool, turn.tool_input, turn.several = action.tool, action.text, action.several
             trajectory.stop = "max_turns" if last else ""
         if trajectory.stop:
             self._ended(rollout)
@@ -183,7 +183,7 @@ class Loop:
         rollout.context = self.task.next_context(rollout.trajectory.turns)
 
     def _pending(self):
-        """Return a line for each kind of thing that is awaited: generations, tool calls, scores."""
+        """Return a line for each kind of pending work: generations, tool calls, scores."""
 
         def named(rollout, started, turn):
             return f"{rollout}, turn {turn}" + (f", for {time.monotonic() - started:.0f} s" if started else "")

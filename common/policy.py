@@ -180,10 +180,11 @@ class Policy:
                 group["lr"] = self.lr * lr_scale
             # vLLM moves this thread to a CUDA stream, and bitsandbytes' kernels run on the default one.
             separate = self.device.type == "cuda" and not isinstance(self.optimizer, torch.optim.AdamW)
-            wait = torch.cuda.synchronize if separate else lambda: None
-            wait()
+            if separate:
+                torch.cuda.synchronize()
             self.optimizer.step()
-            wait()
+            if separate:
+                torch.cuda.synchronize()
         self.optimizer.zero_grad()
         return {"grad_norm": norm, "lr": self.lr * lr_scale, "skipped": float(not finite), "updates": float(moves)}
 

@@ -62,10 +62,15 @@ class Engine:
             self.llm = self._start(policy, args)
         memory.ENGINE_BYTES = memory.allocated() - before
         if ranks.rank() == 0:
-            cache = self.llm.llm_engine.vllm_config.cache_config
-            tokens = cache.num_gpu_blocks * cache.block_size
-            run.notice(f"the engine started in {time.monotonic() - started:.0f} s, with {tokens:,} tokens of KV cache")
+            run.notice(
+                f"the engine started in {time.monotonic() - started:.0f} s, with {self.kv_tokens():,} tokens of KV cache"
+            )
         self.publish(policy)
+
+    def kv_tokens(self) -> int:
+        """Return how many tokens' keys and values the engine can hold."""
+        cache = self.llm.llm_engine.vllm_config.cache_config
+        return cache.num_gpu_blocks * cache.block_size
 
     def _start(self, policy, args):
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -236,8 +241,7 @@ class Engine:
         self._load_newest()
         self.phase += 1
         loop = Loop(self, task, greedy)
-        hidden = {} if progress else {"disable": True}
-        with run.progress(total=len(rollouts), desc=progress, leave=False, **hidden) as bar:
+        with run.progress(total=len(rollouts), desc=progress, leave=False, shown=bool(progress)) as bar:
             loop.run(rollouts, bar.update)
 
     def add(self, request_id, ids, max_tokens, stop, stop_ids, temperature, seed) -> None:

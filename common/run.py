@@ -43,12 +43,12 @@ def notice(text: str) -> None:
     tqdm.write(text, file=sys.stderr)
 
 
-def progress(items: Iterable | None = None, **options) -> "tqdm.tqdm":
+def progress(items: Iterable | None = None, shown: bool = True, **options) -> "tqdm.tqdm":
     """Return a progress bar on rank 0. Without a terminal it prints a line after a minute, and one a minute."""
     from tqdm import tqdm
 
     quiet = {} if sys.stderr.isatty() else {"delay": 60, "mininterval": 60}
-    return tqdm(items, **{"disable": ranks.rank() > 0} | quiet | options)
+    return tqdm(items, disable=not shown or ranks.rank() > 0, **quiet, **options)
 
 
 def launch(main: Callable, args) -> None:
@@ -236,7 +236,7 @@ def sums(checkpoint: Path) -> str:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Return what is wrong with the files of a checkpoint, or None: earlier versions wrote no hashes."""
+    """Return which files of a checkpoint are damaged, or None. One without hashes, of an earlier version, counts as whole."""
     try:
         if not (checkpoint / "sha256").exists():
             return None

@@ -33,6 +33,7 @@ class Turn:
     text: str = ""  # action_ids decoded, for parsing and for people
     tool: str | None = None  # name of the tool the action asks for
     tool_input: str = ""
+    several: bool = False  # whether the action names further calls, which do not run
     tool_output: str = ""
     tool_status: str | None = None  # ok | invalid | error | timeout | None: no tool ran
     observation_ids: list[int] = field(default_factory=list)  # appended by the environment; context only

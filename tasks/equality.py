@@ -329,7 +329,7 @@ def exact(text: str, quotients: bool = True) -> tuple[tuple[Fraction, ...], str]
     if found := SIGNED.match(text):  # a sign inside of the fraction
         minus = (found[1] + found[3] + found[5]).count("-") % 2
         text = ("-" if minus else "") + f"{found[2]}{{{found[4]}}}{{{found[6]}}}" + text[found.end() :]
-    # A digit after the fraction is a factor, and no part of its denominator.
+    # A digit after the fraction multiplies it: it does not extend the denominator.
     fraction = r"\\[dt]?frac\s*(?:\{\s*([\d.]+)\s*\}|(\d))\s*(?:\{\s*([\d.]+)\s*\}|(\d))(?!\s*[\d.])"
     text = re.sub(fraction, r" \1\2/\3\4", text)
     text = REPEATING.sub(repeating, text)

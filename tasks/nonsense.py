@@ -15,15 +15,11 @@ def refuse_generous(task: Task, name: str) -> None:
     questions = (task.train or task.held_out or task.test)[:ASKED]
     for nonsense in (*task.nonsense, None):
         asked = [(question.text if nonsense is None else nonsense, question) for question in questions]
-        paid = [
-            (answer, question)
-            for answer, question in asked
-            if not any(same(answer, gold) for gold in question.golds) and task.score(answer, question)[0] > 0
-        ]
-        total = sum(task.score(answer, question)[0] for answer, question in paid)
-        if total > max(1, PAID * len(questions)):
+        wrong = [(answer, q) for answer, q in asked if not any(same(answer, gold) for gold in q.golds)]
+        paid = [(answer, q, score) for answer, q in wrong if (score := task.score(answer, q)[0]) > 0]
+        if sum(score for *_, score in paid) > max(1, PAID * len(questions)):
             what = "the question's own text" if nonsense is None else repr(nonsense)
-            answer, question = paid[0]
+            question = paid[0][1]
             golds = f"not {question.golds[0]!r}" if question.golds else "without a gold"
             raise SystemExit(
                 f"--task {name}: its scorer pays for nonsense. The answer {what} is right for {len(paid)} of "

@@ -131,8 +131,7 @@ class Task(Environment):
         If the action already has its end token, the ids do not repeat it.
         """
         output = self.protocol.invalid_message if output is None else output
-        action = self.read(turn) if turn.tool else None
-        shown, ids = self.protocol.observation(output, turn.tool, SEVERAL if action and action.several else "")
+        shown, ids = self.protocol.observation(output, turn.tool, SEVERAL if turn.several else "")
         ended, stop_ids = turn.action_ids[-1:], self.limits.stop_ids
         doubled = ids and ended and ids[0] in stop_ids and ended[0] in stop_ids
         return shown, ids[1:] if doubled else ids

@@ -7,7 +7,7 @@
     hurry       the more time slow comparisons have taken in the last minute, the shorter the limit, down to LEAST: 512
                 different endless answers take one or two minutes, not 43
     memory      a comparison that was decided is remembered (REMEMBERED pairs)
-    a word      a comparison that ran out of time, and scoring that takes longer than a minute, print one line
+    a notice    a comparison that ran out of time, and scoring that takes longer than a minute, print one line
 
 A process is started when no other is free, at most PROCESSES of them. They end with the trainer, even if it is killed.
 """
@@ -261,7 +261,7 @@ def compare(out: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     rest = b""
     while True:
-        # No buffer of Python: what it holds would be lost with the child.
+        # Read without Python's buffer: its bytes would be lost when the child is killed.
         while b"\n" not in rest:
             if not (part := os.read(0, 65536)):
                 return

@@ -101,10 +101,8 @@ class Corpus:
 
 
 def _note(path, size, folder):
-    from tqdm import tqdm
-
     starts = []
-    with tqdm(total=size, unit="B", unit_scale=True, desc=f"reading {path.name}", disable=size < BAR) as bar:
+    with run.progress(total=size, unit="B", unit_scale=True, desc=f"reading {path.name}", shown=size >= BAR) as bar:
 
         def documents():
             for place, document in search.scan(path):

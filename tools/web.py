@@ -1,4 +1,4 @@
-"""Requests to servers of other hands: limited in time and size, without redirects and cookies.
+"""Requests to servers that others run: limited in time and size, without redirects and cookies.
 
     session = session_for("http://host:8000/retrieve")
     status, body = exchange(session.post, "http://host:8000/retrieve", seconds=10, json={"queries": ["Ada"]})
@@ -166,7 +166,7 @@ def parsed(body: bytes) -> object:
 
 
 def clean(text: str | bytes, length: int = 200) -> str:
-    """Return the start of a text of other hands on one line for a terminal, without control characters."""
+    """Return the start of a server's text on one line for a terminal, without control characters."""
     text = text[:2000].decode("utf-8", "replace") if isinstance(text, bytes) else text[:2000]
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))[:length]
 

@@ -53,6 +53,8 @@ def write(folder: Path, task, evaluations: list[dict]) -> None:
 
     task: of the run. evaluations: the lines of metrics.jsonl that have an evaluation, the first from before training.
     """
+    from common.rollout import lora_slot  # not at module level: a look at a run needs no torch
+
     args = json.loads((folder / "args.json").read_text(encoding="utf-8"))
     command = json.loads((folder / "environment.json").read_text(encoding="utf-8"))["command"]
     question = task.held_out[0]
@@ -71,7 +73,7 @@ def write(folder: Path, task, evaluations: list[dict]) -> None:
             base=config["base_model_name_or_path"],
             name=folder.resolve().name,
             rank=config["r"],
-            slot=max(8, config["r"]),
+            slot=lora_slot(config["r"]),
             script=Path(command[1]).name,
             questions=len(task.held_out),
             step=last["step"],

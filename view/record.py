@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from common import ranks, run
+from common.log import FILES
 from common.models import EMBEDDED
 
 PACKAGES = ("common", "tasks", "tools", "view")  # the code that is copied
@@ -47,7 +48,7 @@ def write_header(args, script: Path, folder: Path, last: Path | None = None) -> 
         return
     if args.resume:
         run.notice(f"{folder} ended before its first checkpoint: it starts again")
-    for old in ("metrics.jsonl", "samples.jsonl"):  # from a run without a checkpoint
+    for old in FILES:  # from a run without a checkpoint
         (folder / old).unlink(missing_ok=True)
     run.write_json(folder / "args.json", given(args))
     run.write_json(folder / "environment.json", environment(run.ROOT, run.RESOLVED))

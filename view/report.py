@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from common import run
+from common.log import FILES
 from view import card, metrics, show
 
 POINTS = 600  # per curve; in longer curves each point is a mean over neighbours
@@ -25,7 +26,7 @@ CUTS = (8000, 4000, 2000, 1000, 500, 250, 120)  # characters per text; the first
 def write(folder: str | Path, path: str | Path) -> str:
     """Write the page of a run directory. Returns a line with its size. Raises SystemExit if there is no run."""
     folder, path = Path(folder), Path(path)
-    files = [folder / name for name in ("metrics.jsonl", "samples.jsonl")]
+    files = [folder / name for name in FILES]
     if not any(file.is_file() for file in files):
         raise SystemExit(
             f"{folder}: not a run directory, or nothing to report yet: no metrics.jsonl and no samples.jsonl."

@@ -247,8 +247,7 @@ def check_engine(folder, more):
     started = time.monotonic()
     made = Engine(policy, args)
     line("engine started", time.monotonic() - started, "s", most=300)
-    cache = made.llm.llm_engine.vllm_config.cache_config
-    line("KV cache", cache.num_gpu_blocks * cache.block_size, "tokens", least=args.max_context)
+    line("KV cache", made.kv_tokens(), "tokens", least=args.max_context)
     exact = policy.dtype == torch.float32 and not args.load_4bit
     gap = self_test.check(made, policy)
     line("self-test, mean difference", gap.difference, "nats", most=1e-3 if exact else 0.1)
@@ -415,7 +414,7 @@ def main(words):
 
 
 def run_stages(names, number, report):
-    """Run stages in one process and add their lines to the report as they come. Returns (exit code, what it wrote to stderr)."""
+    """Run stages in one process and add their lines to the report as they come. Returns (exit code, stderr)."""
     environment = dict(os.environ, TURNWISE_STAGE=" ".join(names))
     if WORLD > 1:  # each process group needs another port
         port = int(os.environ.get("MASTER_PORT", 29600)) + 1 + number

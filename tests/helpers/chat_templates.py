@@ -76,7 +76,7 @@ MISTRAL = (
         "{% endif %}{% endfor %}"
     )
 )
-# As Mistral's with tools: a list of calls in a token of their own, each with an identifier that the output repeats.
+# As Mistral's with tools: a special token begins a list of calls. Each call has an identifier, which its output repeats.
 MISTRAL_TOOLS = (
     "{{ '<bos>' }}"
     + HEAD
@@ -88,7 +88,7 @@ MISTRAL_TOOLS = (
         "{{ c.function | tojson }}{% endfor %}{{ ']<eos>' }}{% else %}{{ ' ' + m.content + '<eos>' }}{% endif %}{% endfor %}"
     )
 )
-# As Phi-3's: what is neither of the user nor of the assistant is left out without a word.
+# As Phi-3's: it drops messages of other roles than user and assistant, and raises no error.
 PHI_3 = HEAD + (
     "{% if m.role in ('user', 'assistant') %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ '<eos>' }}{% endif %}"

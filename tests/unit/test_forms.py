@@ -318,7 +318,7 @@ def test_the_right_answers_that_the_page_lists_as_refused_are_refused():
 @pytest.mark.parametrize(
     "answer, gold, right",
     [
-        (r"\frac{1}{2}3", r"\frac{1}{23}", False),  # a factor after a fraction is no part of its denominator
+        (r"\frac{1}{2}3", r"\frac{1}{23}", False),  # the 3 multiplies the fraction: it does not extend the denominator
         (r"\frac{1}{2}3", "1/23", False),
         (r"\frac123", r"\frac{1}{23}", False),
         ("1/23", r"\frac{1}{2}3", False),

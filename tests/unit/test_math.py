@@ -403,7 +403,7 @@ TESTED = "def check(candidate):\n    assert candidate(5) == 2\n    assert candid
         ("def half(n):\n    raise SystemExit", 0.0),  # exit code 0, as after success
         ("import os\nos._exit(0)", 0.0),
         ("def check(f):\n    pass\ndef half(n):\n    while True: pass", 0.0),
-        # Faults of a test in the same process: an object that equals all, a word that could be read, patched tools.
+        # These would pass in the process of the tests: an object that equals everything, a word that can be read, patched modules.
         (
             "class All(int):\n    def __eq__(self, other): return True\n    def __hash__(self): return 2\n"
             "def half(n):\n    return All(7)",
